@@ -1,0 +1,70 @@
+"""Merge sharded training checkpoints into a Hugging Face directory, streaming.
+
+::
+
+    import streammerge
+
+    checkpoint = streammerge.describe("global_step_100/actor")
+    plan = streammerge.plan(checkpoint, dtype="bfloat16")
+    report = streammerge.write(plan, "merged")
+
+or `merge` for all of it. Nothing is printed; errors are `StreamMergeError`; torch is imported only
+for arithmetic.
+"""
+
+from __future__ import annotations
+
+from streammerge.checkpoint import Checkpoint, Tensor
+from streammerge.errors import (
+    CheckpointNotFoundError,
+    CorruptFileError,
+    InconsistentRanksError,
+    NoSpaceError,
+    PlacementError,
+    ReplicaMismatchError,
+    SourceChangedError,
+    SourceError,
+    StreamMergeError,
+    TargetError,
+    TargetPathError,
+    UnsafePickleError,
+    UnsupportedError,
+    UsageError,
+)
+from streammerge.formats import describe
+from streammerge.pipeline import Progress, Report, compare, merge, write
+from streammerge.planner import Plan, plan
+from streammerge.replicas import Comparison, Difference, merge_non_dtensor_shards
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Checkpoint",
+    "CheckpointNotFoundError",
+    "Comparison",
+    "CorruptFileError",
+    "Difference",
+    "InconsistentRanksError",
+    "NoSpaceError",
+    "PlacementError",
+    "Plan",
+    "Progress",
+    "ReplicaMismatchError",
+    "Report",
+    "SourceChangedError",
+    "SourceError",
+    "StreamMergeError",
+    "TargetError",
+    "TargetPathError",
+    "Tensor",
+    "UnsafePickleError",
+    "UnsupportedError",
+    "UsageError",
+    "__version__",
+    "compare",
+    "describe",
+    "merge",
+    "merge_non_dtensor_shards",
+    "plan",
+    "write",
+]
