@@ -1,0 +1,317 @@
+"""What a checkpoint holds and where its bytes are. Data only; nothing here opens a file.
+
+Half a million Python objects are too much for 512 ranks of 1,000 tensors, so what exists once per
+rank and tensor lives in arrays, and `Tensor.chunks` makes its records as they are asked for.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+from streammerge.dtypes import ITEMSIZE, PACKING
+from streammerge.placement import Box, Sharding, local_boxes, mesh_positions
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Members:
+    """The stored blobs (torch storages) of one file, in columns.
+
+    Attributes:
+        header_offsets: where the zip local header starts, -1 in files that have none.
+        data_offsets: where the bytes start.
+        sizes: bytes.
+        crcs: CRC-32 of the bytes; 0 where the writer stored none.
+    """
+
+    header_offsets: array[int] = field(default_factory=lambda: array("q"))
+    data_offsets: array[int] = field(default_factory=lambda: array("q"))
+    sizes: array[int] = field(default_factory=lambda: array("q"))
+    crcs: array[int] = field(default_factory=lambda: array("Q"))
+
+    def add(self, header_offset: int, data_offset: int, size: int, crc: int) -> int:
+        """Append a member and return its index."""
+        self.header_offsets.append(header_offset)
+        self.data_offsets.append(data_offset)
+        self.sizes.append(size)
+        self.crcs.append(crc)
+        return len(self.sizes) - 1
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class File:
+    """A file that is read, as it was when its metadata was read.
+
+    Attributes:
+        path: as given.
+        size: bytes.
+        mtime_ns, inode: to notice a file that changes under our hands.
+        members: its stored blobs.
+    """
+
+    path: str
+    size: int
+    mtime_ns: int
+    inode: int
+    members: Members
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Extents:
+    """Where the local shards of a tensor lie, one slot per rank (or box), in columns.
+
+    Attributes:
+        files: index into `Checkpoint.files`.
+        members: index into the file's `Members`.
+        starts: byte offset of the first element in the member.
+        strides: slot -> strides in elements, for shards that are not contiguous.
+        conjugated: slots whose value is the complex conjugate of what is stored.
+    """
+
+    files: array[int] = field(default_factory=lambda: array("i"))
+    members: array[int] = field(default_factory=lambda: array("i"))
+    starts: array[int] = field(default_factory=lambda: array("q"))
+    strides: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    conjugated: set[int] = field(default_factory=set)
+
+    def add(
+        self, file: int, member: int, start: int, strides: tuple[int, ...] | None, conj: bool
+    ) -> int:
+        """Append a slot and return its index."""
+        slot = len(self.files)
+        self.files.append(file)
+        self.members.append(member)
+        self.starts.append(start)
+        if strides is not None:
+            self.strides[slot] = strides
+        if conj:
+            self.conjugated.add(slot)
+        return slot
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A part of a tensor and the extents that hold it.
+
+    Attributes:
+        box: the part.
+        replicas: slots that should hold the same bytes; the first is read.
+    """
+
+    box: Box
+    replicas: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlainLayout:
+    """Plain tensors: one value, of which every rank holds a copy.
+
+    Attributes:
+        ranks: the rank of each slot, ascending.
+    """
+
+    ranks: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return "plain"
+
+    def chunks(self, shape: tuple[int, ...]) -> tuple[Chunk, ...]:
+        """One chunk: the whole, from every rank."""
+        box = Box.whole_shard((0,) * len(shape), shape)
+        return (Chunk(box, tuple(range(len(self.ranks)))),)
+
+    def undeclared(self, chunk: Chunk) -> tuple[int, ...]:
+        """The copies among a chunk's replicas that no placement declares: all."""
+        return chunk.replicas
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MeshLayout:
+    """DTensors: a sharding over one device mesh, or over several parallel ones.
+
+    A mesh sliced from a larger one differs from rank file to rank file; the tensor then exists
+    once per parallel mesh.
+
+    Attributes:
+        sharding: mesh shape and placements, the same for all meshes.
+        dim_names: names of the mesh dims, if any.
+        meshes: the ranks of each mesh, row-major; slots are in this order, mesh after mesh.
+    """
+
+    sharding: Sharding
+    dim_names: tuple[str, ...] | None
+    meshes: tuple[tuple[int, ...], ...]
+
+    def __str__(self) -> str:
+        return f"({', '.join(map(str, self.sharding.placements))})"
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The rank of each slot."""
+        return tuple(rank for mesh in self.meshes for rank in mesh)
+
+    def chunks(self, shape: tuple[int, ...]) -> tuple[Chunk, ...]:
+        """The chunks in row-major order of their offsets."""
+        return _mesh_chunks(self, shape)
+
+    def undeclared(self, chunk: Chunk) -> tuple[int, ...]:
+        """One replica per parallel mesh: nothing in the files says that these are copies.
+
+        A tensor that no mesh dim shards is a replicated entry like a plain one: all its copies.
+        """
+        if self.sharding.replicated:
+            return chunk.replicas
+        size = math.prod(self.sharding.mesh_shape)
+        first: dict[int, int] = {}
+        for slot in chunk.replicas:
+            first.setdefault(slot // size, slot)
+        return tuple(first.values())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BoxLayout:
+    """ShardedTensors: every slot says itself which part it holds.
+
+    Attributes:
+        boxes: the part of each slot.
+        ranks: the rank of each slot, ascending.
+    """
+
+    boxes: tuple[Box, ...]
+    ranks: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return "ShardedTensor"
+
+    def chunks(self, shape: tuple[int, ...]) -> tuple[Chunk, ...]:
+        """The chunks in row-major order of their offsets."""
+        replicas: dict[Box, list[int]] = {}
+        for slot, box in enumerate(self.boxes):
+            if 0 not in box.sizes:
+                replicas.setdefault(box, []).append(slot)
+        return tuple(
+            Chunk(box, tuple(replicas[box]))
+            for box in sorted(replicas, key=lambda box: box.offsets)
+        )
+
+    def undeclared(self, chunk: Chunk) -> tuple[int, ...]:
+        """All copies: hybrid sharding keeps several, and nothing in the files says so."""
+        return chunk.replicas
+
+
+Layout = PlainLayout | MeshLayout | BoxLayout
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tensor:
+    """A tensor of the checkpoint.
+
+    Attributes:
+        name: its key.
+        dtype: safetensors name.
+        shape: global shape.
+        layout: how it is spread over ranks.
+        extents: where its local shards lie, one slot per rank.
+        conflicts: how copies differ in shape or dtype from the first, by rank; for people.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    layout: Layout
+    extents: Extents
+    conflicts: tuple[tuple[int, str], ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole, contiguous."""
+        return math.prod(self.shape) * ITEMSIZE[self.dtype]
+
+    @property
+    def numel(self) -> int:
+        """Number of values (packed dtypes hold several per element)."""
+        return math.prod(self.shape) * PACKING.get(self.dtype, 1)
+
+    def chunks(self) -> tuple[Chunk, ...]:
+        """The parts that tile the tensor, in row-major order of their offsets."""
+        return self.layout.chunks(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """An entry of the state dict that is no tensor.
+
+    Attributes:
+        name: its key.
+        kind: what it is, for people.
+    """
+
+    name: str
+    kind: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Checkpoint:
+    """Everything that is known of a checkpoint before its data are read.
+
+    Attributes:
+        root: the directory (the first of several).
+        format: name of the layout, for people.
+        world_size: number of ranks that wrote it.
+        files: what is read.
+        tensors: in the order of the first rank's dict, then what other ranks add.
+        skipped: entries that are no tensors.
+        directories: every folder that is read.
+        assets: the folder with config, tokenizer and the like, if there is one.
+    """
+
+    root: str
+    format: str
+    world_size: int
+    files: tuple[File, ...]
+    tensors: tuple[Tensor, ...]
+    skipped: tuple[Skipped, ...]
+    directories: tuple[str, ...]
+    assets: str | None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors, each counted once."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    def meshes(self) -> Iterator[tuple[tuple[int, ...], tuple[str, ...] | None, int]]:
+        """The distinct device meshes: (shape, dim names, number of parallel ones)."""
+        seen = set()
+        for tensor in self.tensors:
+            layout = tensor.layout
+            if isinstance(layout, MeshLayout):
+                mesh = (layout.sharding.mesh_shape, layout.dim_names, len(layout.meshes))
+                if mesh not in seen:
+                    seen.add(mesh)
+                    yield mesh
+
+
+@lru_cache(maxsize=512)
+def _mesh_chunks(layout: MeshLayout, shape: tuple[int, ...]) -> tuple[Chunk, ...]:
+    replicas: dict[Box, list[tuple[int, int]]] = {}
+    slot = 0
+    for mesh in layout.meshes:
+        for rank, position in zip(
+            mesh, mesh_positions(layout.sharding.mesh_shape, mesh), strict=True
+        ):
+            for box in local_boxes(shape, layout.sharding, position):
+                replicas.setdefault(box, []).append((rank, slot))
+            slot += 1
+    return tuple(
+        Chunk(box, tuple(slot for _, slot in sorted(replicas[box])))
+        for box in sorted(replicas, key=lambda box: box.offsets)
+    )
