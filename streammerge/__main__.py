@@ -1,0 +1,7 @@
+"""``python -m streammerge``."""
+
+import sys
+
+from streammerge.cli import main
+
+sys.exit(main())

@@ -1,0 +1,209 @@
+"""Every decision of a merge, taken before the first data byte is read.
+
+`plan` is pure but for a look at the sizes of side files: the same checkpoint and options give the
+same plan, down to the bytes of each header.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from streammerge.adapt import Output, adapt
+from streammerge.assets import Asset, find_assets
+from streammerge.checkpoint import Checkpoint, Skipped
+from streammerge.dtypes import ITEMSIZE
+from streammerge.errors import UsageError
+from streammerge.header import (
+    INDEX_FILE,
+    encode_header,
+    encode_index,
+    shard_filename,
+    split_into_shards,
+    storage_order,
+)
+from streammerge.values import needs_torch
+
+DEFAULT_SHARD_SIZE = "5GB"
+DEFAULT_MEMORY = "16MiB"
+MIN_MEMORY = 4096
+_MIN_WORKER_MEMORY = 4096
+
+# Peak memory of a process, measured (benchmarks/copy_speed.py): the interpreter with this package,
+# what torch adds when it is imported, and the records kept per chunk.
+_BASE_MEMORY = 24 << 20
+_TORCH_MEMORY = 240 << 20
+_CHUNK_MEMORY = 160
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(I)?B?|B)?", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OutputFile:
+    """A safetensors file of the result.
+
+    Attributes:
+        name: file name.
+        header: the bytes before the data.
+        outputs: the tensors in storage order.
+        offsets: where each starts in the file.
+        size: bytes of the file.
+    """
+
+    name: str
+    header: bytes
+    outputs: tuple[Output, ...]
+    offsets: tuple[int, ...]
+    size: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Plan:
+    """What will be written, complete.
+
+    Attributes:
+        checkpoint: what it is made of.
+        files: the safetensors files.
+        index: bytes of ``model.safetensors.index.json``; None if there is one file only.
+        assets: side files that are copied.
+        left_out: side files that are not.
+        skipped: entries of the checkpoint that are no tensors.
+        memory: bytes of all buffers together.
+        workers: threads that copy.
+        predicted_memory: peak resident bytes of a process that does only this.
+    """
+
+    checkpoint: Checkpoint
+    files: tuple[OutputFile, ...]
+    index: bytes | None
+    assets: tuple[Asset, ...]
+    left_out: tuple[str, ...]
+    skipped: tuple[Skipped, ...]
+    memory: int
+    workers: int
+    predicted_memory: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors of the result."""
+        return sum(output.nbytes for file in self.files for output in file.outputs)
+
+    @property
+    def disk_nbytes(self) -> int:
+        """Bytes of all files of the result."""
+        return (
+            sum(file.size for file in self.files)
+            + len(self.index or b"")
+            + sum(asset.size for asset in self.assets)
+        )
+
+    @property
+    def buffer_size(self) -> int:
+        """Bytes of buffer per worker."""
+        return self.memory // self.workers
+
+
+def plan(
+    checkpoint: Checkpoint,
+    *,
+    dtype: str = "keep",
+    max_shard_size: int | str = DEFAULT_SHARD_SIZE,
+    memory: int | str = DEFAULT_MEMORY,
+    workers: int | None = None,
+) -> Plan:
+    """Decide everything about a merge.
+
+    Args:
+        checkpoint: as `describe` gives it.
+        dtype: ``keep``, or what floating-point tensors become (``float32``, ``float16``,
+            ``bfloat16``). Integers, bool and complex tensors stay.
+        max_shard_size: limit of a file's tensor data, in bytes or as ``5GB`` or ``4GiB``.
+        memory: all buffers together, in bytes or as ``16MiB``.
+        workers: threads; min(4, cores) if not given.
+
+    Raises:
+        UsageError: an option that makes no sense.
+        UnsupportedError: a name or a number of tensors that safetensors cannot hold.
+    """
+    limit = parse_size(max_shard_size, "max_shard_size")
+    budget = parse_size(memory, "memory")
+    if limit < 1:
+        raise UsageError("max_shard_size must be at least 1 byte")
+    if budget < MIN_MEMORY:
+        raise UsageError(f"memory must be at least {MIN_MEMORY:,} bytes, not {budget:,}")
+    if workers is not None and workers < 1:
+        raise UsageError(f"workers must be at least 1, not {workers}")
+    threads = workers or min(4, os.cpu_count() or 1)
+    threads = max(1, min(threads, budget // _MIN_WORKER_MEMORY))
+
+    outputs = {output.name: output for output in adapt(checkpoint, dtype=dtype)}
+    sizes = {name: output.nbytes for name, output in outputs.items()}
+    shards = split_into_shards(sizes, limit)
+    files = tuple(
+        _output_file(shard_filename(i, len(shards)), [outputs[name] for name in names])
+        for i, names in enumerate(shards)
+    )
+    index = None
+    if len(files) > 1:
+        weight_map = {o.name: file.name for file in files for o in file.outputs}
+        numel = sum(tensor.numel for tensor in checkpoint.tensors)
+        index = encode_index(weight_map, sum(sizes.values()), numel)
+    assets, left_out = find_assets(checkpoint.assets) if checkpoint.assets else ((), ())
+    return Plan(
+        checkpoint=checkpoint,
+        files=files,
+        index=index,
+        assets=assets,
+        left_out=left_out,
+        skipped=checkpoint.skipped,
+        memory=budget,
+        workers=threads,
+        predicted_memory=_predict_memory(checkpoint, outputs.values(), budget),
+    )
+
+
+def parse_size(value: int | str, what: str) -> int:
+    """Bytes of ``5GB`` (decimal), ``4GiB`` (binary) or a plain number.
+
+    Raises:
+        UsageError: anything else.
+    """
+    if isinstance(value, int):
+        return value
+    match = _SIZE.fullmatch(value.strip())
+    if match is None:
+        raise UsageError(f"{what}: {value!r} is no size", hint="write it like 5GB, 512MiB or 65536")
+    number, unit, binary = match.groups()
+    power = " KMGT".index(unit.upper()) if unit else 0
+    return int(float(number) * (1024 if binary else 1000) ** power)
+
+
+def output_names(plan: Plan) -> list[str]:
+    """Names of all files of the result."""
+    names = [file.name for file in plan.files]
+    if plan.index is not None:
+        names.append(INDEX_FILE)
+    return names + [asset.name for asset in plan.assets]
+
+
+def _output_file(name: str, outputs: Sequence[Output]) -> OutputFile:
+    by_name = {output.name: output for output in outputs}
+    ordered = [by_name[n] for n in storage_order((o.name, o.dtype) for o in outputs)]
+    header = encode_header({o.name: (o.dtype, o.shape) for o in ordered})
+    offsets = []
+    at = len(header)
+    for output in ordered:
+        offsets.append(at)
+        at += output.nbytes
+    return OutputFile(name, header, tuple(ordered), tuple(offsets), at)
+
+
+def _predict_memory(checkpoint: Checkpoint, outputs: Collection[Output], budget: int) -> int:
+    chunks = sum(len(tensor.extents) for tensor in checkpoint.tensors)
+    largest = max((output.nbytes for output in outputs), default=0)
+    torch = _TORCH_MEMORY if any(needs_torch(output.value) for output in outputs) else 0
+    itemsize = max(ITEMSIZE.values())
+    buffers = min(budget, max(largest * itemsize, MIN_MEMORY))
+    return _BASE_MEMORY + torch + buffers + chunks * _CHUNK_MEMORY

@@ -1,0 +1,226 @@
+"""Checkpoints, plans and reports as text for people and as JSON objects. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from streammerge.checkpoint import Checkpoint, MeshLayout, Skipped, Tensor
+from streammerge.pipeline import Report
+from streammerge.planner import Plan
+from streammerge.replicas import Comparison
+
+Json = dict[str, object]
+
+_NAMED = 3  # how many names a grouped line shows
+
+
+def checkpoint_json(checkpoint: Checkpoint) -> Json:
+    """``inspect --json``."""
+    return {
+        "root": checkpoint.root,
+        "format": checkpoint.format,
+        "world_size": checkpoint.world_size,
+        "files": [{"path": file.path, "bytes": file.size} for file in checkpoint.files],
+        "meshes": [
+            {"shape": list(shape), "dim_names": names and list(names), "parallel": count}
+            for shape, names, count in checkpoint.meshes()
+        ],
+        "tensors": [_tensor_json(tensor) for tensor in checkpoint.tensors],
+        "skipped": _skipped_json(checkpoint.skipped),
+        "totals": {
+            "tensors": len(checkpoint.tensors),
+            "parameters": sum(tensor.numel for tensor in checkpoint.tensors),
+            "bytes": checkpoint.nbytes,
+            "file_bytes": sum(file.size for file in checkpoint.files),
+        },
+    }
+
+
+def checkpoint_text(checkpoint: Checkpoint) -> str:
+    """``inspect``."""
+    lines = [f"{checkpoint.root}: {checkpoint.format}, world size {checkpoint.world_size}"]
+    for shape, names, count in checkpoint.meshes():
+        text = f"mesh {'x'.join(map(str, shape))}"
+        text += f" ({', '.join(names)})" if names else " (no dim names)"
+        lines.append(text + (f", {count} parallel" if count > 1 else ""))
+    rows = [("name", "dtype", "global shape", "placements", "bytes")]
+    rows += [
+        (t.name, t.dtype, str(list(t.shape)), str(t.layout), f"{t.nbytes:,}")
+        for t in checkpoint.tensors
+    ]
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    lines.append("")
+    for *cells, nbytes in rows:
+        padded = (cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
+        lines.append("  ".join((*padded, nbytes)))
+    numel = sum(tensor.numel for tensor in checkpoint.tensors)
+    lines.append("")
+    lines.append(
+        f"{len(checkpoint.tensors):,} tensors, {numel:,} parameters, {size(checkpoint.nbytes)}"
+    )
+    lines += [f"no tensor: {entry.name} ({entry.kind})" for entry in checkpoint.skipped]
+    return "\n".join(lines)
+
+
+def plan_json(plan: Plan, target: str, lacking: int) -> Json:
+    """``merge --dry-run --json``."""
+    return {
+        "target": target,
+        "dry_run": True,
+        "files": [
+            {
+                "name": file.name,
+                "bytes": file.size,
+                "tensors": [
+                    {
+                        "name": output.name,
+                        "dtype": output.dtype,
+                        "shape": list(output.shape),
+                        "bytes": output.nbytes,
+                    }
+                    for output in file.outputs
+                ],
+            }
+            for file in plan.files
+        ],
+        "index": plan.index is not None,
+        "assets": [{"name": asset.name, "bytes": asset.size} for asset in plan.assets],
+        "left_out": list(plan.left_out),
+        "skipped": _skipped_json(plan.skipped),
+        "tensor_bytes": plan.nbytes,
+        "disk_bytes": plan.disk_nbytes,
+        "disk_bytes_missing": lacking,
+        "workers": plan.workers,
+        "memory": plan.memory,
+        "predicted_peak_memory": plan.predicted_memory,
+    }
+
+
+def plan_text(plan: Plan, target: str, lacking: int, *, verbose: bool = False) -> str:
+    """``merge --dry-run``."""
+    lines = [f"{target} would hold"]
+    for file in plan.files:
+        lines.append(f"  {file.name}  {file.size:,} bytes, {len(file.outputs):,} tensors")
+        if verbose:
+            lines += [f"    {o.name}  {o.dtype} {list(o.shape)}" for o in file.outputs]
+    if plan.index is not None:
+        lines.append(f"  model.safetensors.index.json  {len(plan.index):,} bytes")
+    lines += [f"  {asset.name}  {asset.size:,} bytes" for asset in plan.assets]
+    lines += _left_out_lines(plan.skipped, plan.left_out, verbose)
+    lines.append(
+        f"{size(plan.disk_nbytes)} on disk; about {size(plan.predicted_memory)} peak memory with "
+        f"{plan.workers} worker{'s' if plan.workers > 1 else ''}"
+    )
+    if lacking:
+        lines.append(f"the disk lacks {size(lacking)} ({lacking:,} bytes)")
+    return "\n".join(lines)
+
+
+def report_json(report: Report) -> Json:
+    """``merge --json``."""
+    return {
+        "target": report.target,
+        "files": list(report.files),
+        "tensors": report.tensors,
+        "bytes": report.nbytes,
+        "seconds": round(report.seconds, 3),
+        "bytes_per_second": round(_rate(report)),
+        "peak_memory": report.peak_memory,
+        "replicas": report.comparison and _comparison_json(report.comparison),
+        "skipped": _skipped_json(report.skipped),
+        "left_out": list(report.left_out),
+    }
+
+
+def report_text(report: Report, *, verbose: bool = False) -> str:
+    """The closing summary of ``merge``."""
+    lines = []
+    if report.comparison is not None:
+        lines += comparison_lines(report.comparison, verbose=verbose)
+    lines += _left_out_lines(report.skipped, report.left_out, verbose)
+    if verbose:
+        lines += [f"wrote {name}" for name in report.files]
+    text = (
+        f"{report.target}: {report.tensors:,} tensors, {size(report.nbytes)} in "
+        f"{report.seconds:.1f} s ({size(_rate(report))}/s)"
+    )
+    if report.peak_memory is not None:
+        text += f", peak memory {size(report.peak_memory)}"
+    return "\n".join([*lines, text])
+
+
+def comparison_lines(comparison: Comparison, *, verbose: bool = False) -> list[str]:
+    """What was compared between ranks, and every key whose copies differ."""
+    lines = [
+        f"copies differ, the first rank's value was taken: {difference}"
+        for difference in comparison.differences
+    ]
+    if verbose:
+        lines.append(
+            f"compared the copies of {comparison.tensors:,} tensors, {size(comparison.nbytes)}, "
+            f"on {comparison.device}"
+        )
+    return lines
+
+
+def size(nbytes: float) -> str:
+    """Bytes for people, in decimal units."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if nbytes < 1000:
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:.1f} TB"
+
+
+def _left_out_lines(
+    skipped: Sequence[Skipped], left_out: Sequence[str], verbose: bool
+) -> list[str]:
+    lines = []
+    if skipped:
+        names = [f"{entry.name} ({entry.kind})" for entry in skipped]
+        lines.append(f"skipped, no tensors: {_some(names, verbose)}")
+    if left_out:
+        lines.append(f"side files not copied: {_some(left_out, verbose)}")
+    return lines
+
+
+def _some(names: Sequence[str], everything: bool) -> str:
+    if everything or len(names) <= _NAMED:
+        return ", ".join(names)
+    return f"{', '.join(names[:_NAMED])} and {len(names) - _NAMED} more"
+
+
+def _tensor_json(tensor: Tensor) -> Json:
+    layout = tensor.layout
+    placements = None
+    if isinstance(layout, MeshLayout):
+        placements = [str(placement) for placement in layout.sharding.placements]
+    return {
+        "name": tensor.name,
+        "dtype": tensor.dtype,
+        "shape": list(tensor.shape),
+        "layout": str(layout),
+        "placements": placements,
+        "mesh": list(layout.sharding.mesh_shape) if isinstance(layout, MeshLayout) else None,
+        "bytes": tensor.nbytes,
+    }
+
+
+def _skipped_json(skipped: Sequence[Skipped]) -> list[Json]:
+    return [{"name": entry.name, "kind": entry.kind} for entry in skipped]
+
+
+def _comparison_json(comparison: Comparison) -> Json:
+    return {
+        "tensors": comparison.tensors,
+        "bytes": comparison.nbytes,
+        "device": comparison.device,
+        "differences": [
+            {"name": d.name, "ranks": list(d.ranks), "reason": d.reason}
+            for d in comparison.differences
+        ],
+    }
+
+
+def _rate(report: Report) -> float:
+    return report.nbytes / max(report.seconds, 1e-9)

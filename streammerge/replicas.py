@@ -1,0 +1,335 @@
+"""Compares what should be equal on several ranks, before anything is written.
+
+Raw bits are compared (a NaN equals the same NaN), in pieces that fit the buffer budget: bytes as
+they are, or with ``torch.equal`` on integer views where torch is at hand.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from streammerge.bands import Band, bands
+from streammerge.checkpoint import Checkpoint, Chunk, MeshLayout, Tensor
+from streammerge.dtypes import ITEMSIZE
+from streammerge.errors import ReplicaMismatchError, UsageError
+from streammerge.parallel import STACK_SIZE, TORCH_STACK_SIZE, Team, run
+from streammerge.sources import Sources
+from streammerge.values import read_shard
+
+if TYPE_CHECKING:
+    import torch
+
+MODES = ("check", "first", "check-all")
+DEVICES = ("auto", "cpu", "cuda")
+
+# With less to compare, importing torch and moving the bytes costs more than comparing them here.
+_WORTH_A_GPU = 1 << 30
+
+# Whether the buffer begins with the piece.
+Equal = Callable[[bytearray, memoryview], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A tensor whose copies differ.
+
+    Attributes:
+        name: its key.
+        ranks: the ranks whose copy differs from that of `first_rank`.
+        first_rank: the rank whose copy is used.
+        reason: what differs, for people.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    first_rank: int
+    reason: str
+
+    def __str__(self) -> str:
+        return f"key '{self.name}': {self.reason}"
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What `compare_replicas` did.
+
+    Attributes:
+        tensors: number of tensors with copies that were compared.
+        nbytes: bytes read for it.
+        differences: in the order of the checkpoint.
+        device: where, ``cpu`` or ``cuda``.
+    """
+
+    tensors: int
+    nbytes: int
+    differences: tuple[Difference, ...]
+    device: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """Which rank a copy was compared with, and the index of the first element that differs."""
+
+    first_rank: int
+    index: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    tensor: Tensor
+    chunk: Chunk
+    slots: tuple[int, ...]
+
+
+def merge_non_dtensor_shards(key: str, shards: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The one value of a replicated entry, of which every rank holds a copy.
+
+    Copies are compared bit by bit with ``torch.equal`` on the tensors' own device.
+
+    Args:
+        key: name of the entry, for the error.
+        shards: the copy of each rank, in order of ranks; any shape and dtype.
+
+    Returns:
+        The first copy.
+
+    Raises:
+        ValueError: no copies, or one that differs from rank 0's in shape, dtype or value.
+    """
+    if not shards:
+        raise ValueError(f"'{key}': no copies")
+    import torch
+
+    first = shards[0]
+    bits = _bits(first)
+    for rank, shard in enumerate(shards[1:], start=1):
+        if shard.shape != first.shape:
+            difference = f"shape {list(shard.shape)}, rank 0 {list(first.shape)}"
+        elif shard.dtype != first.dtype:
+            difference = f"dtype {shard.dtype}, rank 0 {first.dtype}"
+        elif not torch.equal(bits, _bits(shard).to(bits.device)):
+            difference = "another value than rank 0"
+        else:
+            continue
+        raise ValueError(f"'{key}': rank {rank} holds {difference}; copies must be equal")
+    return first
+
+
+def compare_replicas(
+    checkpoint: Checkpoint,
+    sources: Sources,
+    *,
+    mode: str = "check",
+    device: str = "auto",
+    buffer_size: int,
+    workers: int,
+    on_progress: Callable[[int], None] | None = None,
+) -> Comparison:
+    """Compare the copies that ranks hold of the same values.
+
+    Plain entries, replicated DTensors and copies on parallel meshes are compared in every mode,
+    those of sharded weights (HSDP) in mode ``check-all`` only, as that reads them all.
+
+    Args:
+        checkpoint: as `describe` gives it.
+        sources: its files.
+        mode: one of `MODES`.
+        device: one of `DEVICES`.
+        buffer_size: bytes of buffer per worker; two pieces share it.
+        workers: number of threads.
+        on_progress: called now and then, in this thread, with the bytes compared so far.
+
+    Raises:
+        UsageError: an unknown mode or device, or ``cuda`` without a GPU.
+        ReplicaMismatchError: copies differ, unless the mode is ``first``.
+    """
+    if mode not in MODES:
+        raise UsageError(f"unknown replicas mode {mode!r}, expected one of {', '.join(MODES)}")
+    if device not in DEVICES:
+        raise UsageError(f"unknown device {device!r}, expected one of {', '.join(DEVICES)}")
+    tensors, nbytes = replica_amount(checkpoint, mode)
+    place = _choose_device(device, nbytes)
+    equal = _torch_equal(place) if place == "cuda" or "torch" in sys.modules else _bytes_equal
+    differing: dict[str, dict[int, _Found]] = {}
+
+    def make_worker(team: Team) -> Callable[[_Job], None]:
+        first, other = bytearray(buffer_size // 2), bytearray(buffer_size // 2)
+
+        def work(job: _Job) -> None:
+            found = _compare(job, sources, first, memoryview(other), equal, team)
+            if found:
+                differing.setdefault(job.tensor.name, {}).update(found)
+
+        return work
+
+    if tensors:
+        stack = STACK_SIZE if equal is _bytes_equal else TORCH_STACK_SIZE
+        run(_jobs(checkpoint, mode), make_worker, min(workers, tensors), on_progress, stack)
+    differences = tuple(
+        _difference(tensor, differing.get(tensor.name, {}))
+        for tensor in checkpoint.tensors
+        if tensor.conflicts or tensor.name in differing
+    )
+    if differences and mode != "first":
+        raise _mismatch(checkpoint, differences)
+    return Comparison(tensors, nbytes, differences, place)
+
+
+def replica_amount(checkpoint: Checkpoint, mode: str) -> tuple[int, int]:
+    """How many tensors `compare_replicas` compares, and how many bytes it reads for it."""
+    names = set()
+    nbytes = 0
+    for job in _jobs(checkpoint, mode):
+        names.add(job.tensor.name)
+        nbytes += math.prod(job.chunk.box.sizes) * ITEMSIZE[job.tensor.dtype] * len(job.slots)
+    return len(names), nbytes
+
+
+def _jobs(checkpoint: Checkpoint, mode: str) -> Iterator[_Job]:
+    for tensor in checkpoint.tensors:
+        for chunk in tensor.chunks():
+            everything = mode == "check-all"
+            slots = chunk.replicas if everything else tensor.layout.undeclared(chunk)
+            if len(slots) > 1:
+                yield _Job(tensor, chunk, slots)
+
+
+def _compare(
+    job: _Job,
+    sources: Sources,
+    first: bytearray,
+    other: memoryview,
+    equal: Equal,
+    team: Team,
+) -> dict[int, _Found]:
+    """The ranks whose copy differs, with where it first does."""
+    tensor, box = job.tensor, job.chunk.box
+    itemsize = ITEMSIZE[tensor.dtype]
+    ranks = tensor.layout.ranks
+    found: dict[int, _Found] = {}
+    strided = any(slot in tensor.extents.strides for slot in job.slots)
+    budget = len(first) // 2 if strided else len(first)  # the other half picks elements apart
+    for band in bands(box.sizes, itemsize, budget, box.offsets):
+        nbytes = band.numel * itemsize
+
+        def read(slot: int, buffer: memoryview, band: Band = band, nbytes: int = nbytes) -> None:
+            piece, scratch = buffer[:nbytes], buffer[nbytes:]
+            read_shard(tensor, job.chunk, slot, band, sources, piece, scratch)
+            team.advance(nbytes)
+
+        read(job.slots[0], memoryview(first))
+        for slot in job.slots[1:]:
+            if ranks[slot] in found:
+                team.advance(nbytes)
+                continue
+            read(slot, other)
+            if not equal(first, other[:nbytes]):
+                index = _first_difference(memoryview(first), other, band, itemsize)
+                found[ranks[slot]] = _Found(ranks[job.slots[0]], index)
+    return found
+
+
+def _first_difference(
+    first: memoryview, other: memoryview, band: Band, itemsize: int
+) -> tuple[int, ...]:
+    """Index in the tensor of the first element that differs."""
+    ends = range(itemsize, band.numel * itemsize + 1, itemsize)
+    at = next(
+        i
+        for i, end in enumerate(ends)
+        if first[end - itemsize : end] != other[end - itemsize : end]
+    )
+    index = []
+    for offset, size in zip(reversed(band.offsets), reversed(band.sizes), strict=True):
+        index.append(offset + at % size)
+        at //= size
+    return tuple(reversed(index))
+
+
+def _difference(tensor: Tensor, found: dict[int, _Found]) -> Difference:
+    if tensor.conflicts:
+        first_rank = tensor.layout.ranks[0]
+        ranks = tuple(sorted({rank for rank, _ in tensor.conflicts} | set(found)))
+        rank, what = tensor.conflicts[0]
+        reason = (
+            f"{_ranks(ranks)} differ from rank {first_rank}: rank {rank} holds {what}, "
+            f"rank {first_rank} {tensor.dtype} {list(tensor.shape)}"
+        )
+    else:
+        ranks = tuple(sorted(found))
+        first_rank, index = found[ranks[0]].first_rank, list(found[ranks[0]].index)
+        reason = (
+            f"{_ranks(ranks)} hold{'s' if len(ranks) == 1 else ''} another value than rank "
+            f"{first_rank} (first at index {index})"
+        )
+    return Difference(tensor.name, ranks, first_rank, reason)
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def _mismatch(checkpoint: Checkpoint, differences: Sequence[Difference]) -> ReplicaMismatchError:
+    first = differences[0]
+    tensor = next(t for t in checkpoint.tensors if t.name == first.name)
+    text = str(first)
+    if len(differences) > 1:
+        more = ", ".join(f"'{d.name}'" for d in differences[1:4])
+        text += f" (and {len(differences) - 1} more keys: {more}"
+        text += ", ...)" if len(differences) > 4 else ")"
+    hint = "--replicas first takes the first rank's value of each such key"
+    if isinstance(tensor.layout, MeshLayout) and len(tensor.layout.meshes) > 1:
+        text += (
+            f"; its {len(tensor.layout.meshes)} parallel device meshes should hold copies, but "
+            "may hold different experts under one key (locally sliced expert parallelism), which "
+            "cannot be merged"
+        )
+        hint = "save experts with their expert-parallel mesh dim in the DTensor, or gathered"
+    return ReplicaMismatchError(text, hint=hint)
+
+
+# --- how two pieces are compared ---
+
+
+def _bytes_equal(first: bytearray, other: memoryview) -> bool:
+    # Compares in C and copies nothing, where memoryviews would compare item by item.
+    return first.startswith(other)
+
+
+def _torch_equal(device: str) -> Equal:
+    import torch
+
+    def equal(first: bytearray, other: memoryview) -> bool:
+        a = torch.frombuffer(first, dtype=torch.uint8, count=len(other))
+        b = torch.frombuffer(other, dtype=torch.uint8)
+        if device != "cpu":
+            a, b = a.to(device), b.to(device)
+        return torch.equal(a, b)
+
+    return equal
+
+
+def _choose_device(device: str, nbytes: int) -> str:
+    if device == "cpu" or (device == "auto" and nbytes < _WORTH_A_GPU):
+        return "cpu"
+    if device == "auto" and not any(map(os.path.exists, ("/dev/nvidia0", "/dev/kfd"))):
+        return "cpu"  # spares importing torch to learn that there is no GPU
+    import torch
+
+    if torch.cuda.is_available():
+        return "cuda"
+    if device == "cuda":
+        raise UsageError("--device cuda: torch finds no GPU", hint="use --device auto or cpu")
+    return "cpu"
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The raw bits of a tensor as integers."""
+    import torch
+
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)

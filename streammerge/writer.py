@@ -1,0 +1,378 @@
+"""Puts the bytes of a plan into a staging directory. Decides nothing.
+
+Ranges that are contiguous on both sides are copied by the kernel; the rest goes through bands, one
+buffer per thread. Files have their full size from the start, so threads work on separate ranges;
+each file is fsynced while the next ones are copied.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+
+from streammerge.adapt import Output
+from streammerge.assets import Asset
+from streammerge.bands import Band, bands, copy_steps
+from streammerge.errors import NoSpaceError, SourceError, TargetError
+from streammerge.header import INDEX_FILE, tensor_nbytes
+from streammerge.parallel import STACK_SIZE, TORCH_STACK_SIZE, Team, run, start_threads
+from streammerge.planner import OutputFile, Plan
+from streammerge.sources import Sources
+from streammerge.values import Stored, band_cost, evaluate, needs_torch
+
+_CALL_SIZE = 64 << 20  # most bytes per kernel copy, so that progress and Ctrl-C get a turn
+_BATCH_SIZE = 8 << 20  # small copies are handed out together
+_BATCH_COUNT = 256
+_LEAST_COPY = 128 << 10  # shorter runs go through a band
+_FALLBACK = {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.EBADF}
+
+
+@dataclass(slots=True)
+class _Target:
+    """An output file that is being filled."""
+
+    path: str
+    fd: int
+    pending: int = 0
+    complete: bool = False
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+@dataclass(frozen=True, slots=True)
+class _Range:
+    """A kernel copy: from a member of a source file to an offset of the target."""
+
+    file: int
+    member: int
+    start: int
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _CopyJob:
+    target: _Target
+    ranges: tuple[_Range, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _BandJob:
+    target: _Target
+    output: Output
+    band: Band
+    offset: int
+
+
+def write_files(
+    plan: Plan, directory: str, sources: Sources, on_progress: Callable[[int], None] | None = None
+) -> None:
+    """Write all files of a plan into an empty directory, and fsync them.
+
+    Args:
+        plan: what to write.
+        directory: the staging directory.
+        sources: the files of the plan's checkpoint.
+        on_progress: called now and then, in this thread, with the tensor bytes written so far.
+
+    Raises:
+        SourceError: a source that cannot be read, is damaged or has changed.
+        TargetError: the disk is full, or another error of writing.
+    """
+    arithmetic = any(needs_torch(output.value) for file in plan.files for output in file.outputs)
+    if arithmetic:
+        import torch  # noqa: F401  (here, as importing it needs more stack than the threads have)
+    with _Syncer() as syncer:
+        run(
+            _jobs(plan, directory, syncer),
+            partial(_make_worker, plan, sources, syncer),
+            plan.workers,
+            on_progress,
+            TORCH_STACK_SIZE if arithmetic else STACK_SIZE,
+        )
+    if plan.index is not None:
+        _write_bytes(os.path.join(directory, INDEX_FILE), plan.index)
+    for asset in plan.assets:
+        _copy_asset(asset, directory)
+
+
+def _jobs(plan: Plan, directory: str, syncer: _Syncer) -> Iterator[_CopyJob | _BandJob]:
+    """All jobs, file after file; opens each file when its turn comes."""
+    for file in plan.files:
+        target = _open_target(os.path.join(directory, file.name), file)
+        batch: list[_Range] = []
+        for output, offset in zip(file.outputs, file.offsets, strict=True):
+            ranges = _copy_ranges(output, offset)
+            if ranges is None:
+                for job in _band_jobs(target, output, offset, plan.buffer_size):
+                    yield _issue(target, job)
+                continue
+            for piece in ranges:
+                batch.append(piece)
+                if len(batch) >= _BATCH_COUNT or sum(r.nbytes for r in batch) >= _BATCH_SIZE:
+                    yield _issue(target, _CopyJob(target, tuple(batch)))
+                    batch = []
+        if batch:
+            yield _issue(target, _CopyJob(target, tuple(batch)))
+        with target.lock:
+            target.complete = True
+            finished = target.pending == 0
+        if finished:
+            syncer.put(target)
+
+
+def _issue(target: _Target, job: _CopyJob | _BandJob) -> _CopyJob | _BandJob:
+    with target.lock:
+        target.pending += 1
+    return job
+
+
+def _copy_ranges(output: Output, offset: int) -> list[_Range] | None:
+    """The kernel copies that make up an output tensor; None if it needs bands."""
+    if not isinstance(output.value, Stored):
+        return None
+    tensor = output.value.tensor
+    extents = tensor.extents
+    if extents.conjugated:
+        return None
+    itemsize = tensor_nbytes(tensor.dtype, ())
+    ranges = []
+    for chunk in tensor.chunks():
+        slot = chunk.replicas[0]
+        steps = copy_steps(
+            tensor.shape, chunk.box, extents.strides.get(slot), itemsize, _LEAST_COPY
+        )
+        if steps is None:
+            return None
+        start = extents.starts[slot]
+        for step in steps:
+            for at in range(0, step.nbytes, _CALL_SIZE):
+                ranges.append(
+                    _Range(
+                        extents.files[slot],
+                        extents.members[slot],
+                        start + step.start + at,
+                        offset + step.target + at,
+                        min(_CALL_SIZE, step.nbytes - at),
+                    )
+                )
+    return ranges
+
+
+def _band_jobs(
+    target: _Target, output: Output, offset: int, buffer_size: int
+) -> Iterator[_BandJob]:
+    itemsize = tensor_nbytes(output.dtype, ())
+    # The budget counts all buffers of a band; in bands' own unit that is its share of the cost.
+    budget = buffer_size * itemsize // band_cost(output.value)
+    for band in bands(output.shape, itemsize, budget):
+        yield _BandJob(target, output, band, offset)
+        offset += band.numel * itemsize
+
+
+def _make_worker(
+    plan: Plan, sources: Sources, syncer: _Syncer, team: Team
+) -> Callable[[_CopyJob | _BandJob], None]:
+    buffer: memoryview | None = None
+
+    def work(job: _CopyJob | _BandJob) -> None:
+        nonlocal buffer
+        if isinstance(job, _CopyJob):
+            for piece in job.ranges:
+                _copy_range(piece, job.target, sources, plan.buffer_size)
+                team.advance(piece.nbytes)
+        else:
+            if buffer is None:
+                buffer = memoryview(bytearray(plan.buffer_size))
+            data = evaluate(job.output.value, job.band, sources, buffer)
+            _write(job.target, data, job.offset)
+            team.advance(len(data))
+        target = job.target
+        with target.lock:
+            target.pending -= 1
+            finished = target.complete and target.pending == 0
+        if finished:
+            syncer.put(target)
+
+    return work
+
+
+# --- system calls ---
+
+
+def _open_target(path: str, file: OutputFile) -> _Target:
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        target = _Target(path, fd)
+        os.ftruncate(fd, file.size)
+    except OSError as error:
+        raise _target_error(path, error) from error
+    _write(target, memoryview(file.header), 0)
+    return target
+
+
+def _write(target: _Target, data: memoryview, offset: int) -> None:
+    try:
+        while data:
+            count = os.pwrite(target.fd, data, offset)
+            data = data[count:]
+            offset += count
+    except OSError as error:
+        raise _target_error(target.path, error) from error
+
+
+def _copy_range(piece: _Range, target: _Target, sources: Sources, buffer_size: int) -> None:
+    """Copy in the kernel where it can, else through a small buffer."""
+    start = sources.member_offset(piece.file, piece.member) + piece.start
+    done = 0
+    with sources.descriptor(piece.file) as source:
+        for method in (_copy_file_range, _send_file):
+            try:
+                done += method(
+                    source, target, start + done, piece.offset + done, piece.nbytes - done
+                )
+            except OSError as error:
+                if error.errno not in _FALLBACK:
+                    raise _copy_error(piece, target, sources, error) from error
+            if done == piece.nbytes:
+                return
+        size = min(buffer_size, piece.nbytes - done)
+        buffer = memoryview(bytearray(size))
+        while done < piece.nbytes:
+            part = buffer[: piece.nbytes - done]
+            sources.read(piece.file, start + done, [part])
+            _write(target, part, piece.offset + done)
+            done += len(part)
+
+
+def _copy_file_range(source: int, target: _Target, start: int, offset: int, nbytes: int) -> int:
+    done = 0
+    while done < nbytes:
+        try:
+            count = os.copy_file_range(
+                source, target.fd, nbytes - done, start + done, offset + done
+            )
+        except OSError:
+            if done == 0:
+                raise
+            return done
+        if count == 0:
+            return done
+        done += count
+    return done
+
+
+def _send_file(source: int, target: _Target, start: int, offset: int, nbytes: int) -> int:
+    # sendfile writes at the file position, so each call needs a descriptor of its own.
+    done = 0
+    fd = os.open(target.path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        os.lseek(fd, offset, os.SEEK_SET)
+        while done < nbytes:
+            count = os.sendfile(fd, source, start + done, nbytes - done)
+            if count == 0:
+                return done
+            done += count
+    finally:
+        os.close(fd)
+    return done
+
+
+def _copy_error(
+    piece: _Range, target: _Target, sources: Sources, error: OSError
+) -> SourceError | TargetError:
+    # One call reads and writes; a read of the same bytes tells which side failed.
+    if error.errno == errno.EIO:
+        sources.read(piece.file, piece.start, [memoryview(bytearray(1))])
+    return _target_error(target.path, error)
+
+
+def _target_error(path: str, error: OSError) -> TargetError:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return NoSpaceError(f"{path}: {error.strerror}", hint="free some space and start again")
+    return TargetError(f"{path}: {error.strerror}")
+
+
+def _write_bytes(path: str, data: bytes) -> None:
+    target = _create(path)
+    try:
+        _write(target, memoryview(data), 0)
+        _sync(target)
+    finally:
+        os.close(target.fd)
+
+
+def _copy_asset(asset: Asset, directory: str) -> None:
+    path = os.path.join(directory, *asset.name.split("/"))
+    parent = os.path.dirname(path)
+    try:
+        os.makedirs(parent, exist_ok=True)
+        source = os.open(asset.path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise SourceError(f"{asset.path}: {error.strerror}") from error
+    try:
+        target = _create(path)
+        try:
+            offset = 0
+            while data := os.read(source, 64 << 10):
+                _write(target, memoryview(data), offset)
+                offset += len(data)
+            _sync(target)
+        finally:
+            os.close(target.fd)
+    finally:
+        os.close(source)
+
+
+def _create(path: str) -> _Target:
+    try:
+        fd = os.open(
+            path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666
+        )
+    except OSError as error:
+        raise _target_error(path, error) from error
+    return _Target(path, fd)
+
+
+def _sync(target: _Target) -> None:
+    try:
+        os.fsync(target.fd)
+    except OSError as error:
+        raise _target_error(target.path, error) from error
+
+
+class _Syncer:
+    """A thread that fsyncs and closes finished files while others are copied."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[_Target | None] = queue.SimpleQueue()
+        self._error: BaseException | None = None
+        (self._thread,) = start_threads([self._loop])
+
+    def put(self, target: _Target) -> None:
+        """Hand over a finished file."""
+        if self._error is not None:
+            raise self._error
+        self._queue.put(target)
+
+    def __enter__(self) -> _Syncer:
+        return self
+
+    def __exit__(self, kind: object, value: object, traceback: object) -> None:
+        self._queue.put(None)
+        self._thread.join()
+        if self._error is not None and value is None:
+            raise self._error
+
+    def _loop(self) -> None:
+        while (target := self._queue.get()) is not None:
+            try:
+                _sync(target)
+            except BaseException as error:
+                self._error = error
+            finally:
+                os.close(target.fd)
