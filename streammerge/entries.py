@@ -272,8 +272,14 @@ class EntryReader:
         return BoxEntry(tuple(views), tuple(boxes), dtype, shape, owners)
 
 
-def unwrap(root: object) -> Mapping[object, object]:
-    """The state dict inside a pickled object: itself, or the one nested dict that holds tensors.
+# Names under which training loops keep the model's state dict, most usual first.
+_WRAPPERS = ("model", "module", "state_dict", "model_state_dict")
+
+
+def unwrap(root: object) -> tuple[Mapping[object, object], Mapping[object, object]]:
+    """The state dict inside a pickled object, and what lies beside it.
+
+    It is the object itself, or a dict inside it (``{"model": state_dict, "step": 3}``).
 
     Raises:
         UnsupportedError: no state dict, or several.
@@ -282,25 +288,27 @@ def unwrap(root: object) -> Mapping[object, object]:
         raise UnsupportedError(
             f"it holds a {_kind(root)}, not a dict of tensors", hint="is it a model's rank file?"
         )
-    if not root or any(_is_tensor(value) for value in root.values()):
-        return root
     nested = {
         key: value
         for key, value in root.items()
-        if isinstance(value, dict) and any(_is_tensor(v) for v in value.values())
+        if isinstance(value, dict)
+        and any(_is_tensor(v) for v in value.values())
+        and not str(key).endswith("_extra_state")  # a module's own, beside its weights
     }
-    for name in ("model", "module", "state_dict", "model_state_dict"):
-        if name in nested:
-            return nested[name]
-    if len(nested) == 1:
-        return next(iter(nested.values()))
+    name = next((name for name in _WRAPPERS if name in nested), None)
+    flat = any(_is_tensor(value) for value in root.values())
+    if name is None and not nested and (flat or not root):
+        return root, {}
+    if name is None and not flat and len(nested) == 1:
+        name = next(iter(nested))
+    if name is not None:
+        return nested[name], {key: value for key, value in root.items() if key != name}
     if not nested:
         raise UnsupportedError(
             f"a dict without tensors (keys: {', '.join(map(repr, list(root)[:5]))})"
         )
-    raise UnsupportedError(
-        f"several dicts of tensors to choose from: {', '.join(map(repr, nested))}"
-    )
+    where = "tensors both beside and inside" if flat else "several dicts of tensors to choose from:"
+    raise UnsupportedError(f"{where} {', '.join(map(repr, nested))}")
 
 
 def kind_of(value: object) -> str:

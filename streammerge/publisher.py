@@ -62,6 +62,11 @@ def check_target(target: str, read_directories: Sequence[str], overwrite: bool) 
         return
     if not os.path.isdir(target):
         raise TargetPathError(f"{target}: exists and is not a directory")
+    if os.path.ismount(target):
+        raise TargetPathError(
+            f"{target}: a mount point, which no finished directory can be renamed to",
+            hint="give a new directory below it",
+        )
     names = sorted(os.listdir(target))
     if not names:
         return
@@ -152,10 +157,9 @@ class Staging:
             else:
                 os.rename(self.path, self.target)
                 self._published = True
-            for directory in (os.path.dirname(self.target), *self._made_parents):
-                _sync_directory(
-                    os.path.dirname(directory) if directory in self._made_parents else directory
-                )
+            _sync_directory(os.path.dirname(self.target))
+            for directory in self._made_parents:
+                _sync_directory(os.path.dirname(directory))
         except OSError as error:
             raise TargetError(f"{self.target}: {error.strerror}") from error
 

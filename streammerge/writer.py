@@ -21,7 +21,7 @@ from streammerge.bands import Band, bands, copy_steps
 from streammerge.errors import NoSpaceError, SourceError, TargetError
 from streammerge.header import INDEX_FILE, tensor_nbytes
 from streammerge.parallel import STACK_SIZE, TORCH_STACK_SIZE, Team, run, start_threads
-from streammerge.planner import OutputFile, Plan
+from streammerge.planner import Plan
 from streammerge.sources import Sources
 from streammerge.values import Stored, band_cost, evaluate, needs_torch
 
@@ -29,6 +29,7 @@ _CALL_SIZE = 64 << 20  # most bytes per kernel copy, so that progress and Ctrl-C
 _BATCH_SIZE = 8 << 20  # small copies are handed out together
 _BATCH_COUNT = 256
 _LEAST_COPY = 128 << 10  # shorter runs go through a band
+_ASSET_BUFFER = 64 << 10
 _FALLBACK = {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.EBADF}
 
 
@@ -41,6 +42,12 @@ class _Target:
     pending: int = 0
     complete: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def close(self) -> None:
+        """Close the file, once."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,25 +93,35 @@ def write_files(
     arithmetic = any(needs_torch(output.value) for file in plan.files for output in file.outputs)
     if arithmetic:
         import torch  # noqa: F401  (here, as importing it needs more stack than the threads have)
-    with _Syncer() as syncer:
-        run(
-            _jobs(plan, directory, syncer),
-            partial(_make_worker, plan, sources, syncer),
-            plan.workers,
-            on_progress,
-            TORCH_STACK_SIZE if arithmetic else STACK_SIZE,
-        )
+    targets: list[_Target] = []
+    try:
+        with _Syncer() as syncer:
+            run(
+                _jobs(plan, directory, targets, syncer),
+                partial(_make_worker, plan, sources, syncer),
+                plan.workers,
+                on_progress,
+                TORCH_STACK_SIZE if arithmetic else STACK_SIZE,
+            )
+    finally:
+        for target in targets:
+            target.close()
     if plan.index is not None:
         _write_bytes(os.path.join(directory, INDEX_FILE), plan.index)
     for asset in plan.assets:
         _copy_asset(asset, directory)
 
 
-def _jobs(plan: Plan, directory: str, syncer: _Syncer) -> Iterator[_CopyJob | _BandJob]:
-    """All jobs, file after file; opens each file when its turn comes."""
+def _jobs(
+    plan: Plan, directory: str, targets: list[_Target], syncer: _Syncer
+) -> Iterator[_CopyJob | _BandJob]:
+    """All jobs, file after file; opens each file when its turn comes and adds it to `targets`."""
     for file in plan.files:
-        target = _open_target(os.path.join(directory, file.name), file)
+        target = _create(os.path.join(directory, file.name), file.size)
+        targets.append(target)
+        _write(target, memoryview(file.header), 0)
         batch: list[_Range] = []
+        batch_size = 0
         for output, offset in zip(file.outputs, file.offsets, strict=True):
             ranges = _copy_ranges(output, offset)
             if ranges is None:
@@ -113,9 +130,10 @@ def _jobs(plan: Plan, directory: str, syncer: _Syncer) -> Iterator[_CopyJob | _B
                 continue
             for piece in ranges:
                 batch.append(piece)
-                if len(batch) >= _BATCH_COUNT or sum(r.nbytes for r in batch) >= _BATCH_SIZE:
+                batch_size += piece.nbytes
+                if len(batch) >= _BATCH_COUNT or batch_size >= _BATCH_SIZE:
                     yield _issue(target, _CopyJob(target, tuple(batch)))
-                    batch = []
+                    batch, batch_size = [], 0
         if batch:
             yield _issue(target, _CopyJob(target, tuple(batch)))
         with target.lock:
@@ -204,17 +222,6 @@ def _make_worker(
 # --- system calls ---
 
 
-def _open_target(path: str, file: OutputFile) -> _Target:
-    try:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
-        target = _Target(path, fd)
-        os.ftruncate(fd, file.size)
-    except OSError as error:
-        raise _target_error(path, error) from error
-    _write(target, memoryview(file.header), 0)
-    return target
-
-
 def _write(target: _Target, data: memoryview, offset: int) -> None:
     try:
         while data:
@@ -298,44 +305,48 @@ def _target_error(path: str, error: OSError) -> TargetError:
 
 
 def _write_bytes(path: str, data: bytes) -> None:
-    target = _create(path)
+    target = _create(path, len(data))
     try:
         _write(target, memoryview(data), 0)
         _sync(target)
     finally:
-        os.close(target.fd)
+        target.close()
 
 
 def _copy_asset(asset: Asset, directory: str) -> None:
     path = os.path.join(directory, *asset.name.split("/"))
-    parent = os.path.dirname(path)
     try:
-        os.makedirs(parent, exist_ok=True)
-        source = os.open(asset.path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError as error:
-        raise SourceError(f"{asset.path}: {error.strerror}") from error
-    try:
-        target = _create(path)
-        try:
-            offset = 0
-            while data := os.read(source, 64 << 10):
-                _write(target, memoryview(data), offset)
-                offset += len(data)
-            _sync(target)
-        finally:
-            os.close(target.fd)
-    finally:
-        os.close(source)
-
-
-def _create(path: str) -> _Target:
-    try:
-        fd = os.open(
-            path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666
-        )
+        os.makedirs(os.path.dirname(path), exist_ok=True)
     except OSError as error:
         raise _target_error(path, error) from error
-    return _Target(path, fd)
+    try:
+        with open(asset.path, "rb", buffering=0) as source:
+            target = _create(path, 0)
+            try:
+                offset = 0
+                while data := source.read(_ASSET_BUFFER):
+                    _write(target, memoryview(data), offset)
+                    offset += len(data)
+                _sync(target)
+            finally:
+                target.close()
+    except OSError as error:
+        raise SourceError(f"{asset.path}: {error.strerror}") from error
+
+
+def _create(path: str, size: int) -> _Target:
+    """Create a file of `size` bytes, with the mode that the umask gives."""
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        raise _target_error(path, error) from error
+    target = _Target(path, fd)
+    try:
+        os.ftruncate(fd, size)
+    except OSError as error:
+        target.close()
+        raise _target_error(path, error) from error
+    return target
 
 
 def _sync(target: _Target) -> None:
@@ -351,10 +362,15 @@ class _Syncer:
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[_Target | None] = queue.SimpleQueue()
         self._error: BaseException | None = None
+        self._given_up = False
         (self._thread,) = start_threads([self._loop])
 
     def put(self, target: _Target) -> None:
-        """Hand over a finished file."""
+        """Hand over a finished file.
+
+        Raises:
+            TargetError: an earlier file could not be synced.
+        """
         if self._error is not None:
             raise self._error
         self._queue.put(target)
@@ -362,17 +378,19 @@ class _Syncer:
     def __enter__(self) -> _Syncer:
         return self
 
-    def __exit__(self, kind: object, value: object, traceback: object) -> None:
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        self._given_up = error is not None
         self._queue.put(None)
         self._thread.join()
-        if self._error is not None and value is None:
+        if self._error is not None and error is None:
             raise self._error
 
     def _loop(self) -> None:
         while (target := self._queue.get()) is not None:
             try:
-                _sync(target)
+                if not self._given_up:
+                    _sync(target)
             except BaseException as error:
                 self._error = error
             finally:
-                os.close(target.fd)
+                target.close()

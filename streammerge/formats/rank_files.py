@@ -73,6 +73,7 @@ def describe(paths: Sequence[str]) -> Checkpoint:
     world_size, rank_files = _find_rank_files(paths)
     builders: dict[str, _TensorBuilder] = {}
     skipped: dict[str, Skipped] = {}
+    around: dict[str, Skipped] = {}
     files: list[File] = []
     for rank in range(world_size):
         path = rank_files[rank]
@@ -80,10 +81,13 @@ def describe(paths: Sequence[str]) -> Checkpoint:
         files.append(source.file)
         reader = EntryReader(source, rank, world_size)
         try:
-            for name, value in unwrap(source.root).items():
+            state_dict, beside = unwrap(source.root)
+            for name, value in state_dict.items():
                 _add(builders, skipped, reader, rank, path, name, value)
         except SourceError as error:
             raise type(error)(f"{path}: {error}", hint=error.hint) from error
+        for key, value in beside.items():
+            around.setdefault(str(key), Skipped(str(key), f"{kind_of(value)} beside the model"))
     clash = next((name for name in skipped if name in builders), None)
     if clash is not None:
         raise InconsistentRanksError(f"key '{clash}' is a tensor in some rank files only")
@@ -97,7 +101,7 @@ def describe(paths: Sequence[str]) -> Checkpoint:
         world_size=world_size,
         files=tuple(files),
         tensors=tuple(builder.finish(rank_files) for builder in builders.values()),
-        skipped=tuple(skipped.values()),
+        skipped=(*skipped.values(), *around.values()),
         directories=tuple(directories if assets is None else [*directories, assets]),
         assets=assets,
     )
