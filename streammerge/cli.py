@@ -24,6 +24,7 @@ from streammerge.publisher import missing_space, resolve_target
 from streammerge.render import (
     checkpoint_json,
     checkpoint_text,
+    difference_lines,
     plan_json,
     plan_text,
     report_json,
@@ -222,6 +223,8 @@ def _merge(args: argparse.Namespace) -> int:
             overwrite=args.overwrite,
             progress=progress,
         )
+    for line in difference_lines(report.comparison) if report.comparison else ():
+        print(f"streammerge: warning: {line}", file=sys.stderr)  # also with --quiet
     if args.json:
         _print_json(report_json(report))
     elif not args.quiet:

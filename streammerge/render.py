@@ -135,8 +135,11 @@ def report_json(report: Report) -> Json:
 def report_text(report: Report, *, verbose: bool = False) -> str:
     """The closing summary of ``merge``."""
     lines = []
-    if report.comparison is not None:
-        lines += comparison_lines(report.comparison, verbose=verbose)
+    if report.comparison is not None and verbose:
+        lines.append(
+            f"compared the copies of {report.comparison.tensors:,} tensors, "
+            f"{size(report.comparison.nbytes)}, on {report.comparison.device}"
+        )
     lines += _left_out_lines(report.skipped, report.left_out, verbose)
     if verbose:
         lines += [f"wrote {name}" for name in report.files]
@@ -149,18 +152,9 @@ def report_text(report: Report, *, verbose: bool = False) -> str:
     return "\n".join([*lines, text])
 
 
-def comparison_lines(comparison: Comparison, *, verbose: bool = False) -> list[str]:
-    """What was compared between ranks, and every key whose copies differ."""
-    lines = [
-        f"copies differ, the first rank's value was taken: {difference}"
-        for difference in comparison.differences
-    ]
-    if verbose:
-        lines.append(
-            f"compared the copies of {comparison.tensors:,} tensors, {size(comparison.nbytes)}, "
-            f"on {comparison.device}"
-        )
-    return lines
+def difference_lines(comparison: Comparison) -> list[str]:
+    """Every key whose copies differ and that was taken from the first rank all the same."""
+    return [f"{d}; took the value of rank {d.first_rank}" for d in comparison.differences]
 
 
 def size(nbytes: float) -> str:
