@@ -158,9 +158,13 @@ def compare_replicas(
     differing: dict[str, dict[int, _Found]] = {}
 
     def make_worker(team: Team) -> Callable[[_Job], None]:
-        first, other = bytearray(buffer_size // 2), bytearray(buffer_size // 2)
+        first, other = bytearray(), bytearray()
 
         def work(job: _Job) -> None:
+            nonlocal first, other
+            needed = min(buffer_size // 2, _buffer_nbytes(job))
+            if len(first) < needed:
+                first, other = bytearray(needed), bytearray(needed)
             found = _compare(job, sources, first, memoryview(other), equal, team)
             if found:
                 differing.setdefault(job.tensor.name, {}).update(found)
@@ -212,8 +216,7 @@ def _compare(
     itemsize = ITEMSIZE[tensor.dtype]
     ranks = tensor.layout.ranks
     found: dict[int, _Found] = {}
-    strided = any(slot in tensor.extents.strides for slot in job.slots)
-    budget = len(first) // 2 if strided else len(first)  # the other half picks elements apart
+    budget = len(first) // 2 if _is_strided(job) else len(first)
     for band in bands(box.sizes, itemsize, budget, box.offsets):
         nbytes = band.numel * itemsize
 
@@ -232,6 +235,16 @@ def _compare(
                 index = _first_difference(memoryview(first), other, band, itemsize)
                 found[ranks[slot]] = _Found(ranks[job.slots[0]], index)
     return found
+
+
+def _is_strided(job: _Job) -> bool:
+    return any(slot in job.tensor.extents.strides for slot in job.slots)
+
+
+def _buffer_nbytes(job: _Job) -> int:
+    """Most bytes of buffer that a job can use for each copy."""
+    nbytes = math.prod(job.chunk.box.sizes) * ITEMSIZE[job.tensor.dtype]
+    return 2 * nbytes if _is_strided(job) else nbytes  # half of it to pick elements apart
 
 
 def _first_difference(

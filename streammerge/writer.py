@@ -195,7 +195,7 @@ def _band_jobs(
 def _make_worker(
     plan: Plan, sources: Sources, syncer: _Syncer, team: Team
 ) -> Callable[[_CopyJob | _BandJob], None]:
-    buffer: memoryview | None = None
+    buffer = memoryview(b"")
 
     def work(job: _CopyJob | _BandJob) -> None:
         nonlocal buffer
@@ -204,8 +204,9 @@ def _make_worker(
                 _copy_range(piece, job.target, sources, plan.buffer_size)
                 team.advance(piece.nbytes)
         else:
-            if buffer is None:
-                buffer = memoryview(bytearray(plan.buffer_size))
+            needed = job.band.numel * band_cost(job.output.value)
+            if len(buffer) < needed:
+                buffer = memoryview(bytearray(needed))
             data = evaluate(job.output.value, job.band, sources, buffer)
             _write(job.target, data, job.offset)
             team.advance(len(data))
