@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from streammerge.placement import Box, row_major_strides
 
+MIN_RUN_BYTES = 64  # below this, picking elements apart is faster than one buffer per run
 _MIN_SCATTER_BYTES = 4096  # below this, skipping unused bytes costs more than reading them
 _MIN_DENSITY = 4  # read a span at once if at least one in so many of its elements is wanted
 
@@ -36,33 +37,58 @@ class Band:
 
 
 @dataclass(frozen=True, slots=True)
-class Gather:
-    """One contiguous source range and where its parts go.
+class Runs:
+    """Equally long runs in a band, in bytes. Bands of one tensor mostly share a few of these.
 
     Attributes:
-        start: byte offset in the local shard's first element.
-        runs: (begin, end) byte offsets in the band, in source order, together as long as the range.
+        first: offset of the first run.
+        dims: (size, stride) of each dim over which runs repeat.
+        nbytes: length of a run.
+    """
+
+    first: int
+    dims: tuple[tuple[int, int], ...]
+    nbytes: int
+
+    def __iter__(self) -> Iterator[slice]:
+        firsts = [self.first]
+        for size, stride in self.dims:
+            firsts = [first + i * stride for first in firsts for i in range(size)]
+        return (slice(first, first + self.nbytes) for first in firsts)
+
+
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """One contiguous source range and the runs that it fills, in order.
+
+    Attributes:
+        start: byte offset from the local shard's first element.
+        runs: where its parts go.
     """
 
     start: int
-    runs: tuple[tuple[int, int], ...]
+    runs: Runs
 
 
 @dataclass(frozen=True, slots=True)
 class Scatter:
-    """A source range whose elements are picked apart; for shards that are not contiguous.
+    """A source range that is picked apart in units of 1, 2, 4 or 8 bytes.
+
+    For shards that are not contiguous, and where runs would be very short.
 
     Attributes:
         start: byte offset from the local shard's first element.
         nbytes: length of the range.
-        dims: (size, source stride, band stride) of each dim, in elements.
-        target: first element in the band.
+        dims: (size, source stride, band stride) of each dim, in units.
+        target: first unit in the band.
+        unit: bytes.
     """
 
     start: int
     nbytes: int
     dims: tuple[tuple[int, int, int], ...]
     target: int
+    unit: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,12 +170,25 @@ def fill_steps(
     target = _dot(at_band, band_strides)
     dims = _merge(zip(sizes, source_strides, band_strides, strict=True))
     if _source_order_is_contiguous(dims):
-        yield _gather(dims, start, target, itemsize)
+        if len(dims) < 2 or dims[-1][0] * itemsize >= MIN_RUN_BYTES or dims[-1][2] != 1:
+            yield _gather(dims, start, target, itemsize)
+        else:
+            yield from _pick_short_runs(dims, start, target, itemsize, scratch)
     elif dims[-1][1] == 1 and dims[-1][0] * itemsize >= _MIN_SCATTER_BYTES:
         # Several parts of a shard, each with long runs: one read per run.
         yield from _gather_parts(dims, start, target, itemsize)
     else:
         yield from _scatter(dims, start, target, itemsize, max(scratch, itemsize))
+
+
+def run_nbytes(shape: Sequence[int], box: Box, itemsize: int) -> int:
+    """Bytes of the runs that a box has in the row-major tensor around it."""
+    nbytes = itemsize
+    for size, whole in zip(reversed(box.sizes), reversed(shape), strict=True):
+        nbytes *= size
+        if size != whole:
+            break
+    return nbytes
 
 
 def copy_steps(
@@ -223,14 +262,22 @@ def _gather(dims: Sequence[_Dim], start: int, target: int, itemsize: int) -> Gat
     outer = list(dims)
     if outer and outer[-1][2] == 1:
         run = outer.pop()[0]
-    nbytes = run * itemsize
-    firsts = [target]
-    for size, _, stride in outer:
-        firsts = [first + i * stride for first in firsts for i in range(size)]
-    return Gather(
-        start * itemsize,
-        tuple((first * itemsize, first * itemsize + nbytes) for first in firsts),
-    )
+    repeats = tuple((size, stride * itemsize) for size, _, stride in outer)
+    return Gather(start * itemsize, Runs(target * itemsize, repeats, run * itemsize))
+
+
+def _pick_short_runs(
+    dims: Sequence[_Dim], start: int, target: int, itemsize: int, scratch: int
+) -> Iterator[Scatter]:
+    """Short runs of a contiguous source, in the largest units that fit all of their offsets."""
+    offsets = [dims[-1][0], start, target]
+    offsets += [stride for dim in dims[:-1] for stride in dim[1:]]
+    factor = math.gcd(8 // itemsize, *offsets)
+    *outer, (run, _, _) = dims
+    in_units = [(size, source // factor, band // factor) for size, source, band in outer]
+    in_units.append((run // factor, 1, 1))
+    unit = itemsize * factor
+    yield from _scatter(in_units, start // factor, target // factor, unit, max(scratch, unit))
 
 
 def _gather_parts(dims: Sequence[_Dim], start: int, target: int, itemsize: int) -> Iterator[Gather]:
@@ -253,13 +300,13 @@ def _scatter(
     wanted = math.prod(size for size, source, _ in dims if source)
     widest = max(range(len(dims)), key=lambda d: (dims[d][0] - 1) * dims[d][1], default=None)
     if widest is None:
-        yield Scatter(start * itemsize, nbytes, (), target)
+        yield Scatter(start * itemsize, nbytes, (), target, itemsize)
         return
     size, source, band_stride = dims[widest]
     inner_nbytes = nbytes - (size - 1) * source * itemsize
     sparse = wanted * _MIN_DENSITY < span and inner_nbytes >= _MIN_SCATTER_BYTES
     if source == 0 or (nbytes <= scratch and not sparse):
-        yield Scatter(start * itemsize, nbytes, tuple(dims), target)
+        yield Scatter(start * itemsize, nbytes, tuple(dims), target, itemsize)
         return
     for first, count in ((0, size // 2), (size // 2, size - size // 2)):
         part = list(dims)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import signal
@@ -15,9 +16,9 @@ from typing import NoReturn
 
 import streammerge
 from streammerge.adapt import DTYPES
-from streammerge.errors import StreamMergeError, UsageError
+from streammerge.errors import StreamMergeError, TargetError, UsageError
 from streammerge.formats import describe
-from streammerge.pipeline import merge
+from streammerge.pipeline import check_plan_target, merge
 from streammerge.planner import DEFAULT_MEMORY, DEFAULT_SHARD_SIZE, plan
 from streammerge.progress import ProgressDisplay
 from streammerge.publisher import missing_space, resolve_target
@@ -50,7 +51,8 @@ commands:
 
 'streammerge COMMAND --help' shows the options of a command.
 
-exit codes: 0 done, 1 failed, 2 wrong usage, 3 contents differ, 130 interrupted
+exit codes: 0 done, 1 failed, 2 wrong usage, 3 contents differ, 130 interrupted,
+143 terminated
 """
 
 
@@ -75,9 +77,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in arguments
     as_json = "--json" in arguments
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # names that the terminal cannot show
     try:
         with _SigtermAsException():
-            return _dispatch(arguments)
+            code = _dispatch(arguments)
+            if sys.stdout is not None:
+                sys.stdout.flush()  # here, where a closed pipe can be handled
+            return code
     except SystemExit as error:  # argparse, after --help
         return int(error.code or 0)
     except StreamMergeError as error:
@@ -118,7 +126,8 @@ def merge_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "paths",
-        nargs="+",
+        nargs="*",
+        default=[],
         metavar="SRC ... DST",
         help="directories of the checkpoint (or a parent of the only one below it), then the "
         "directory to create",
@@ -182,7 +191,9 @@ def inspect_parser() -> argparse.ArgumentParser:
         description="Show what a checkpoint holds: layout, meshes, tensors, totals.",
         allow_abbrev=False,
     )
-    parser.add_argument("paths", nargs="+", metavar="SRC", help="directories of the checkpoint")
+    parser.add_argument(
+        "paths", nargs="*", default=[], metavar="SRC", help="directories of the checkpoint"
+    )
     _add_common(parser)
     return parser
 
@@ -209,7 +220,7 @@ def _merge(args: argparse.Namespace) -> int:
         return _dry_run(args, sources, target)
     # Threads are ours; a pool inside torch on top of them would only add memory.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    silent = args.quiet or (args.json and not sys.stderr.isatty())
+    silent = args.quiet or sys.stderr is None or (args.json and not sys.stderr.isatty())
     with nullcontext() if silent else ProgressDisplay(sys.stderr) as progress:
         report = merge(
             sources,
@@ -240,12 +251,17 @@ def _dry_run(args: argparse.Namespace, sources: list[str], target: str) -> int:
         memory=args.memory,
         workers=args.workers,
     )
-    path = resolve_target(target)
+    path, refusal = os.path.abspath(target), None
+    try:
+        path = resolve_target(target)
+        check_plan_target(decided, path, args.overwrite)
+    except TargetError as error:
+        refusal = str(error)
     lacking = missing_space(path, decided.disk_nbytes)
     if args.json:
-        _print_json(plan_json(decided, path, lacking))
+        _print_json(plan_json(decided, path, lacking, refusal))
     elif not args.quiet:
-        print(plan_text(decided, path, lacking, verbose=args.verbose))
+        print(plan_text(decided, path, lacking, refusal, verbose=args.verbose))
     return EXIT_DONE
 
 
@@ -274,7 +290,14 @@ def _dispatch(arguments: list[str]) -> int:
         word = next((a for a in arguments if not a.startswith("-")), arguments[0])
         raise UsageError(f"unknown command {word!r}", hint="streammerge --help")
     make_parser, command = _COMMANDS[arguments[at]]
-    args = make_parser().parse_intermixed_args(arguments[:at] + arguments[at + 1 :])
+    arguments = arguments[:at] + arguments[at + 1 :]
+    # parse_intermixed_args takes names after "--" for options all the same.
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    parser = make_parser()
+    args = parser.parse_intermixed_args(arguments[:end])
+    args.paths = [*args.paths, *arguments[end + 1 :]]
+    if not args.paths:
+        parser.error("no SRC given")
     return command(args)
 
 

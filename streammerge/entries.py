@@ -203,8 +203,8 @@ class EntryReader:
         outside = [rank for rank in mesh.ranks if rank >= self._world_size]
         if outside:
             raise InconsistentRanksError(
-                f"its device mesh {mesh} names rank {outside[0]}, "
-                f"but its name says a world size of {self._world_size}"
+                f"the device mesh {mesh} names rank {outside[0]}, "
+                f"but the file's name says a world size of {self._world_size}"
             )
         writer = record.field("_rank")
         coordinate = record.field("_coordinate_on_dim")
@@ -220,7 +220,7 @@ class EntryReader:
             writer = mesh.ranks[sum(a * s for a, s in zip(at, strides, strict=True))]
         if writer is not None and writer != self._rank:
             raise InconsistentRanksError(
-                f"its name says rank {self._rank}, its device mesh says that rank {writer} "
+                f"the file's name says rank {self._rank}, its device mesh says that rank {writer} "
                 "wrote it",
                 hint="the rank files were renamed or mixed up; restore their names",
             )
@@ -238,8 +238,8 @@ class EntryReader:
         writer = group.field("global_rank") if isinstance(group, stand_ins.Record) else None
         if writer is not None and writer != self._rank:
             raise InconsistentRanksError(
-                f"its name says rank {self._rank}, its process group says that rank {writer} "
-                "wrote it",
+                f"the file's name says rank {self._rank}, its process group says that rank "
+                f"{writer} wrote it",
                 hint="the rank files were renamed or mixed up; restore their names",
             )
         owners = tuple(_read_shard_metadata(m) for m in metadata.field("shards_metadata") or ())
@@ -295,20 +295,18 @@ def unwrap(root: object) -> tuple[Mapping[object, object], Mapping[object, objec
         and any(_is_tensor(v) for v in value.values())
         and not str(key).endswith("_extra_state")  # a module's own, beside its weights
     }
-    name = next((name for name in _WRAPPERS if name in nested), None)
     flat = any(_is_tensor(value) for value in root.values())
-    if name is None and not nested and (flat or not root):
-        return root, {}
+    name = next((name for name in _WRAPPERS if name in nested), None)
+    if name is None and not nested and not flat:  # a rank that keeps no tensors, wrapped or not
+        name = next((name for name in _WRAPPERS if isinstance(root.get(name), dict)), None)
     if name is None and not flat and len(nested) == 1:
         name = next(iter(nested))
     if name is not None:
-        return nested[name], {key: value for key, value in root.items() if key != name}
-    if not nested:
-        raise UnsupportedError(
-            f"a dict without tensors (keys: {', '.join(map(repr, list(root)[:5]))})"
-        )
-    where = "tensors both beside and inside" if flat else "several dicts of tensors to choose from:"
-    raise UnsupportedError(f"{where} {', '.join(map(repr, nested))}")
+        return root[name], {key: value for key, value in root.items() if key != name}
+    if nested:
+        where = "tensors beside and in" if flat else "several dicts of tensors to choose from:"
+        raise UnsupportedError(f"{where} {', '.join(map(repr, nested))}")
+    return root, {}
 
 
 def kind_of(value: object) -> str:

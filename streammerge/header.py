@@ -73,7 +73,8 @@ def split_into_shards(sizes: Mapping[str, int], max_shard_size: int) -> list[lis
 
     Tensors are taken in the given order. A file is closed when the next tensor would lift it over
     the limit; a tensor above the limit gets a file of its own, at once, and closes nothing. Sizes
-    of 6, 6, 2, 6, 2 and 2 GB under a limit of 10 GB give [6], [6, 2], [6, 2, 2].
+    of 6, 6, 2, 6, 2 and 2 GB under a limit of 10 GB give [6], [6, 2], [6, 2, 2]. Tensors without
+    bytes go where the first of them is: to huggingface_hub they share a storage.
 
     Args:
         sizes: name -> bytes.
@@ -85,7 +86,12 @@ def split_into_shards(sizes: Mapping[str, int], max_shard_size: int) -> list[lis
     shards: list[list[str]] = []
     current: list[str] = []
     current_size = 0
+    empty: list[str] = []
     for name, size in sizes.items():
+        if size == 0:
+            empty.append(name)
+            if len(empty) > 1:
+                continue
         if size > max_shard_size:
             shards.append([name])
             continue
@@ -96,6 +102,8 @@ def split_into_shards(sizes: Mapping[str, int], max_shard_size: int) -> list[lis
         current_size += size
     if current:
         shards.append(current)
+    if len(empty) > 1:
+        next(shard for shard in shards if empty[0] in shard).extend(empty[1:])
     return shards
 
 

@@ -99,7 +99,7 @@ def merge(
         checkpoint, dtype=dtype, max_shard_size=max_shard_size, memory=memory, workers=workers
     )
     path = resolve_target(os.fspath(target))
-    check_target(path, checkpoint.directories, overwrite)
+    check_plan_target(decided, path, overwrite)
     check_space(path, decided.disk_nbytes)
     comparison = compare(decided, replicas=replicas, device=device, progress=progress)
     return _write(decided, path, overwrite, progress, comparison, started)
@@ -142,6 +142,22 @@ def compare(
         sources.close()
 
 
+def check_plan_target(plan: Plan, target: str, overwrite: bool) -> None:
+    """Refuse a target that is in the way or would destroy what is read.
+
+    Raises:
+        TargetPathError: see `publisher.check_target`.
+    """
+    checkpoint = plan.checkpoint
+    check_target(
+        target,
+        checkpoint.directories,
+        overwrite,
+        assets=checkpoint.assets,
+        names=output_names(plan),
+    )
+
+
 def peak_memory() -> int | None:
     """Highest resident bytes of this process so far; None where the system does not say."""
     try:
@@ -162,13 +178,14 @@ def _write(
     comparison: Comparison | None,
     started: float,
 ) -> Report:
-    check_target(target, plan.checkpoint.directories, overwrite)
+    check_plan_target(plan, target, overwrite)
     check_space(target, plan.disk_nbytes)
     sources = Sources(plan.checkpoint.files)
     try:
-        with Staging(target) as staging:
+        with Staging(target, overwrite) as staging:
             write_files(plan, staging.path, sources, _in_phase(progress, "write", plan.nbytes))
             sources.check_unchanged()
+            check_plan_target(plan, target, overwrite)  # it may have appeared meanwhile
             staging.publish()
     finally:
         sources.close()

@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
 from streammerge.adapt import Output, adapt
 from streammerge.assets import Asset, find_assets
@@ -127,10 +128,10 @@ def plan(
         UsageError: an option that makes no sense.
         UnsupportedError: a name or a number of tensors that safetensors cannot hold.
     """
-    limit = parse_size(max_shard_size, "max_shard_size")
+    limit = parse_size(max_shard_size, "max shard size")
     budget = parse_size(memory, "memory")
     if limit < 1:
-        raise UsageError("max_shard_size must be at least 1 byte")
+        raise UsageError("max shard size must be at least 1 byte")
     if budget < MIN_MEMORY:
         raise UsageError(f"memory must be at least {MIN_MEMORY:,} bytes, not {budget:,}")
     if workers is not None and workers < 1:
@@ -177,7 +178,7 @@ def parse_size(value: int | str, what: str) -> int:
         raise UsageError(f"{what}: {value!r} is no size", hint="write it like 5GB, 512MiB or 65536")
     number, unit, binary = match.groups()
     power = " KMGT".index(unit.upper()) if unit else 0
-    return int(float(number) * (1024 if binary else 1000) ** power)
+    return int(Fraction(number) * (1024 if binary else 1000) ** power)
 
 
 def output_names(plan: Plan) -> list[str]:

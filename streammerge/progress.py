@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn, TextIO
@@ -14,6 +15,14 @@ if TYPE_CHECKING:
 
 _LABELS = {"compare": "comparing copies", "write": "merging"}
 _SECONDS_PER_LINE = 10.0
+
+
+def _knows_its_size(stream: TextIO) -> bool:
+    """Some terminals of containers and remote commands say 0 by 0; tqdm would show nothing."""
+    try:
+        return 0 not in os.get_terminal_size(stream.fileno())
+    except (OSError, ValueError):
+        return False
 
 
 class ProgressDisplay:
@@ -68,6 +77,8 @@ class ProgressDisplay:
                 unit_scale=True,
                 file=self._stream,
                 leave=False,
+                ncols=None if _knows_its_size(self._stream) else 80,
+                nrows=None if _knows_its_size(self._stream) else 24,
             )
 
     def _line(self, progress: Progress) -> None:

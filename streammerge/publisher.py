@@ -24,6 +24,8 @@ def resolve_target(path: str) -> str:
     Raises:
         TargetPathError: the target itself is a link.
     """
+    if not path:
+        raise TargetPathError("the target is an empty path")
     stripped = path.rstrip("/") or "/"
     if os.path.basename(stripped) in ("", ".", ".."):
         return os.path.realpath(stripped)
@@ -38,13 +40,22 @@ def resolve_target(path: str) -> str:
     return target
 
 
-def check_target(target: str, read_directories: Sequence[str], overwrite: bool) -> None:
+def check_target(
+    target: str,
+    read_directories: Sequence[str],
+    overwrite: bool,
+    *,
+    assets: str | None = None,
+    names: Sequence[str] = (),
+) -> None:
     """Refuse a target that is in the way or would destroy what is read.
 
     Args:
         target: as `resolve_target` gives it.
         read_directories: the folders that are read.
         overwrite: whether an old result may be replaced.
+        assets: the folder of side files, which is read with all folders below it.
+        names: the files that will be written.
 
     Raises:
         TargetPathError: any such target.
@@ -58,8 +69,22 @@ def check_target(target: str, read_directories: Sequence[str], overwrite: bool) 
                 f"{target}: the target lies above {source}, which is read",
                 hint="give a new directory",
             )
+    if assets is not None:
+        folder = os.path.realpath(assets)
+        if os.path.commonpath([folder, target]) == folder:
+            raise TargetPathError(
+                f"{target}: the target lies in {folder}, whose files are copied",
+                hint="give a directory elsewhere",
+            )
+    parent = os.path.dirname(target)
+    while not os.path.lexists(parent):
+        parent = os.path.dirname(parent)
+    if not os.path.isdir(parent):
+        raise TargetPathError(f"{target}: {parent} is not a directory")
     if not os.path.lexists(target):
         return
+    if os.path.islink(target):
+        raise TargetPathError(f"{target}: the target is a link (to {os.readlink(target)})")
     if not os.path.isdir(target):
         raise TargetPathError(f"{target}: exists and is not a directory")
     if os.path.ismount(target):
@@ -67,20 +92,26 @@ def check_target(target: str, read_directories: Sequence[str], overwrite: bool) 
             f"{target}: a mount point, which no finished directory can be renamed to",
             hint="give a new directory below it",
         )
-    names = sorted(os.listdir(target))
-    if not names:
+    found = sorted(os.listdir(target))
+    if not found:
         return
     if not overwrite:
         raise TargetPathError(
-            f"{target}: exists and is not empty ({len(names)} entries)",
+            f"{target}: exists and is not empty (it holds {', '.join(found[:3])})",
             hint="give a new directory, or --overwrite to replace this one",
         )
-    if not any(name == "config.json" or name.endswith(".safetensors") for name in names):
+    if not any(name.endswith(".safetensors") for name in found):
         raise TargetPathError(
-            f"{target}: holds neither config.json nor *.safetensors, so it is no earlier result "
-            "and is not replaced",
+            f"{target}: holds no *.safetensors, so it is no earlier result and is not replaced",
             hint="give a new directory, or remove this one yourself",
         )
+    for name in names:
+        path = os.path.join(target, name)
+        if os.path.islink(path):
+            raise TargetPathError(
+                f"{path}: is a link (to {os.readlink(path)}), not a file of an earlier result",
+                hint="give a new directory, or remove the link",
+            )
 
 
 def missing_space(target: str, nbytes: int) -> int:
@@ -118,8 +149,9 @@ class Staging:
         path: the staging directory, empty at first.
     """
 
-    def __init__(self, target: str) -> None:
+    def __init__(self, target: str, overwrite: bool = False) -> None:
         self.target = target
+        self._overwrite = overwrite
         self.path = os.path.join(os.path.dirname(target), _STAGING.format(os.path.basename(target)))
         self._fd = -1
         self._made_parents: list[str] = []
@@ -149,7 +181,7 @@ class Staging:
         try:
             for directory, _, _ in os.walk(self.path):
                 _sync_directory(directory)
-            if os.path.isdir(self.target) and os.listdir(self.target):
+            if self._overwrite and os.path.isdir(self.target) and os.listdir(self.target):
                 _exchange(self.path, self.target)
                 self._published = True
                 _sync_directory(os.path.dirname(self.target))
@@ -236,6 +268,8 @@ def _exchange(new: str, old: str) -> None:
         if code not in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
             raise OSError(code, os.strerror(code), old)
     aside = f"{new}.old"
+    # Left by a crash between the renames below; the result it was is replaced by now.
+    shutil.rmtree(aside, ignore_errors=True)
     os.rename(old, aside)
     try:
         os.rename(new, old)

@@ -62,7 +62,7 @@ def checkpoint_text(checkpoint: Checkpoint) -> str:
     return "\n".join(lines)
 
 
-def plan_json(plan: Plan, target: str, lacking: int) -> Json:
+def plan_json(plan: Plan, target: str, lacking: int, refusal: str | None) -> Json:
     """``merge --dry-run --json``."""
     return {
         "target": target,
@@ -90,13 +90,16 @@ def plan_json(plan: Plan, target: str, lacking: int) -> Json:
         "tensor_bytes": plan.nbytes,
         "disk_bytes": plan.disk_nbytes,
         "disk_bytes_missing": lacking,
+        "target_refused": refusal,
         "workers": plan.workers,
         "memory": plan.memory,
         "predicted_peak_memory": plan.predicted_memory,
     }
 
 
-def plan_text(plan: Plan, target: str, lacking: int, *, verbose: bool = False) -> str:
+def plan_text(
+    plan: Plan, target: str, lacking: int, refusal: str | None, *, verbose: bool = False
+) -> str:
     """``merge --dry-run``."""
     lines = [f"{target} would hold"]
     for file in plan.files:
@@ -113,6 +116,8 @@ def plan_text(plan: Plan, target: str, lacking: int, *, verbose: bool = False) -
     )
     if lacking:
         lines.append(f"the disk lacks {size(lacking)} ({lacking:,} bytes)")
+    if refusal:
+        lines.append(f"the target would be refused: {refusal}")
     return "\n".join(lines)
 
 

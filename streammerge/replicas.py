@@ -19,7 +19,7 @@ from streammerge.dtypes import ITEMSIZE
 from streammerge.errors import ReplicaMismatchError, UsageError
 from streammerge.parallel import STACK_SIZE, TORCH_STACK_SIZE, Team, run
 from streammerge.sources import Sources
-from streammerge.values import read_shard
+from streammerge.values import BandBuffer, Stored, band_numel, buffer_nbytes, read_shard
 
 if TYPE_CHECKING:
     import torch
@@ -158,14 +158,16 @@ def compare_replicas(
     differing: dict[str, dict[int, _Found]] = {}
 
     def make_worker(team: Team) -> Callable[[_Job], None]:
-        first, other = bytearray(), bytearray()
+        first, other = BandBuffer(0), BandBuffer(0)
 
         def work(job: _Job) -> None:
             nonlocal first, other
-            needed = min(buffer_size // 2, _buffer_nbytes(job))
-            if len(first) < needed:
-                first, other = bytearray(needed), bytearray(needed)
-            found = _compare(job, sources, first, memoryview(other), equal, team)
+            value = Stored(job.tensor)
+            numel = min(math.prod(job.chunk.box.sizes), band_numel(value, buffer_size // 2))
+            needed = buffer_nbytes(value, numel)
+            if len(first.memory) < needed:
+                first, other = BandBuffer(needed), BandBuffer(needed)
+            found = _compare(job, numel, sources, first, other, equal, team)
             if found:
                 differing.setdefault(job.tensor.name, {}).update(found)
 
@@ -205,46 +207,30 @@ def _jobs(checkpoint: Checkpoint, mode: str) -> Iterator[_Job]:
 
 def _compare(
     job: _Job,
+    numel: int,
     sources: Sources,
-    first: bytearray,
-    other: memoryview,
+    first: BandBuffer,
+    other: BandBuffer,
     equal: Equal,
     team: Team,
 ) -> dict[int, _Found]:
-    """The ranks whose copy differs, with where it first does."""
-    tensor, box = job.tensor, job.chunk.box
+    """The ranks whose copy differs, with where it first does, in bands of `numel` elements."""
+    tensor, chunk = job.tensor, job.chunk
     itemsize = ITEMSIZE[tensor.dtype]
     ranks = tensor.layout.ranks
     found: dict[int, _Found] = {}
-    budget = len(first) // 2 if _is_strided(job) else len(first)
-    for band in bands(box.sizes, itemsize, budget, box.offsets):
+    for band in bands(chunk.box.sizes, itemsize, numel * itemsize, chunk.box.offsets):
         nbytes = band.numel * itemsize
-
-        def read(slot: int, buffer: memoryview, band: Band = band, nbytes: int = nbytes) -> None:
-            piece, scratch = buffer[:nbytes], buffer[nbytes:]
-            read_shard(tensor, job.chunk, slot, band, sources, piece, scratch)
-            team.advance(nbytes)
-
-        read(job.slots[0], memoryview(first))
+        read_shard(tensor, chunk, job.slots[0], band, sources, first)
+        team.advance(nbytes)
         for slot in job.slots[1:]:
-            if ranks[slot] in found:
-                team.advance(nbytes)
-                continue
-            read(slot, other)
-            if not equal(first, other[:nbytes]):
-                index = _first_difference(memoryview(first), other, band, itemsize)
-                found[ranks[slot]] = _Found(ranks[job.slots[0]], index)
+            if ranks[slot] not in found:
+                read_shard(tensor, chunk, slot, band, sources, other)
+                if not equal(first.data, other.memory[:nbytes]):
+                    index = _first_difference(first.memory, other.memory, band, itemsize)
+                    found[ranks[slot]] = _Found(ranks[job.slots[0]], index)
+            team.advance(nbytes)
     return found
-
-
-def _is_strided(job: _Job) -> bool:
-    return any(slot in job.tensor.extents.strides for slot in job.slots)
-
-
-def _buffer_nbytes(job: _Job) -> int:
-    """Most bytes of buffer that a job can use for each copy."""
-    nbytes = math.prod(job.chunk.box.sizes) * ITEMSIZE[job.tensor.dtype]
-    return 2 * nbytes if _is_strided(job) else nbytes  # half of it to pick elements apart
 
 
 def _first_difference(
@@ -270,8 +256,8 @@ def _difference(tensor: Tensor, found: dict[int, _Found]) -> Difference:
         ranks = tuple(sorted({rank for rank, _ in tensor.conflicts} | set(found)))
         rank, what = tensor.conflicts[0]
         reason = (
-            f"{_ranks(ranks)} differ from rank {first_rank}: rank {rank} holds {what}, "
-            f"rank {first_rank} {tensor.dtype} {list(tensor.shape)}"
+            f"{_ranks(ranks)} differ{'s' if len(ranks) == 1 else ''} from rank {first_rank}: "
+            f"rank {rank} holds {what}, rank {first_rank} {tensor.dtype} {list(tensor.shape)}"
         )
     else:
         ranks = tuple(sorted(found))

@@ -12,6 +12,7 @@ import mmap
 import os
 import pickle
 import struct
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -143,6 +144,15 @@ def _read_range(fd: int, start: int, size: int) -> bytes:
         return io.BufferedReader(window).read(size)
 
 
+def _crc(fd: int, start: int, size: int) -> int:
+    crc = 0
+    with _Window(fd, start, start + size) as window:
+        buffer = memoryview(bytearray(1 << 16))
+        while count := window.readinto(buffer):
+            crc = zlib.crc32(buffer[:count], crc)
+    return crc
+
+
 def _unpickle(unpickler: Unpickler) -> object:
     try:
         return unpickler.load()
@@ -197,12 +207,14 @@ def _read_zip(fd: int, size: int, members: Members) -> tuple[object, dict[str, i
     alignment = _ALIGNMENT
     if f"{prefix}.storage_alignment" in entries:
         text = read_member(f"{prefix}.storage_alignment")
-        if not text.isdigit() or not 0 < int(text) <= 1 << 30:
+        if not text.isdigit() or len(text) > 10 or not 0 < int(text) <= 1 << 30:
             raise CorruptFileError(f".storage_alignment says {text!r:.40}")
         alignment = int(text)
 
     entry = entries[pickles[0]]
     start = _local_data_offset(fd, entry, directory_offset)
+    if entry.crc and _crc(fd, start, entry.size) != entry.crc:
+        raise CorruptFileError("data.pkl is damaged: its CRC-32 is not that of the zip directory")
     with io.BufferedReader(_Window(fd, start, start + entry.size), 1 << 16) as stream:
         unpickler = Unpickler(stream)
         root = _unpickle(unpickler)
@@ -220,7 +232,7 @@ def _read_zip(fd: int, size: int, members: Members) -> tuple[object, dict[str, i
             raise CorruptFileError(f"storage {key!r:.40} is named in the pickle, but missing")
         if blob.size != storage_nbytes(storage):
             raise CorruptFileError(
-                f"storage {key} has {blob.size:,} bytes, the pickle says "
+                f"storage {key!r:.40} has {blob.size:,} bytes, the pickle says "
                 f"{storage_nbytes(storage):,}"
             )
         if aligned:
@@ -228,7 +240,7 @@ def _read_zip(fd: int, size: int, members: Members) -> tuple[object, dict[str, i
         else:
             data_offset = _local_data_offset(fd, blob, directory_offset)
         if data_offset + blob.size > directory_offset:
-            raise CorruptFileError(f"storage {key} reaches into the zip directory")
+            raise CorruptFileError(f"storage {key!r:.40} reaches into the zip directory")
         keys[key] = members.add(blob.header_offset, data_offset, blob.size, blob.crc)
     return root, keys
 
@@ -381,11 +393,13 @@ def _read_legacy(fd: int, size: int, members: Members) -> tuple[object, dict[str
         at += 8
         if count != storage.numel:
             if at > size:
-                raise CorruptFileError(f"the file is cut short before storage {key}")
-            raise CorruptFileError(f"storage {key} counts {count:,}, the pickle {storage.numel:,}")
+                raise CorruptFileError(f"the file is cut short before storage {key!r:.40}")
+            raise CorruptFileError(
+                f"storage {key!r:.40} counts {count:,}, the pickle {storage.numel:,}"
+            )
         if at + nbytes > size:
             raise CorruptFileError(
-                f"the file is cut short: storage {key} ends at {at + nbytes:,}, "
+                f"the file is cut short: storage {key!r:.40} ends at {at + nbytes:,}, "
                 f"the file at {size:,}"
             )
         offsets[key] = members.add(-1, at, nbytes, 0)

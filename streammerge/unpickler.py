@@ -15,7 +15,7 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeGuard
 
 from streammerge.dtypes import FROM_TORCH, NOT_IN_SAFETENSORS, STORAGES
-from streammerge.errors import UnsafePickleError
+from streammerge.errors import UnsafePickleError, UnsupportedError
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -88,7 +88,7 @@ class StridedTensor:
             if not isinstance(metadata, dict) or set(metadata) - {"conj", "neg"}:
                 raise pickle.UnpicklingError(f"unknown tensor metadata {metadata!r:.80}")
             if metadata.get("neg"):
-                raise pickle.UnpicklingError("a tensor stored as a negated view")
+                raise UnsupportedError("a tensor is stored as a negated view (neg bit)")
             tensor.conj = bool(metadata.get("conj"))
         return tensor
 

@@ -23,11 +23,19 @@ from streammerge.header import INDEX_FILE, tensor_nbytes
 from streammerge.parallel import STACK_SIZE, TORCH_STACK_SIZE, Team, run, start_threads
 from streammerge.planner import Plan
 from streammerge.sources import Sources
-from streammerge.values import Stored, band_cost, evaluate, needs_torch
+from streammerge.values import (
+    BandBuffer,
+    Stored,
+    band_numel,
+    buffer_nbytes,
+    evaluate,
+    needs_torch,
+)
 
 _CALL_SIZE = 64 << 20  # most bytes per kernel copy, so that progress and Ctrl-C get a turn
 _BATCH_SIZE = 8 << 20  # small copies are handed out together
 _BATCH_COUNT = 256
+_BAND_SIZE = 4 << 20  # larger bands leave the processor's cache and gain nothing
 _LEAST_COPY = 128 << 10  # shorter runs go through a band
 _ASSET_BUFFER = 64 << 10
 _FALLBACK = {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.EBADF}
@@ -185,8 +193,7 @@ def _band_jobs(
     target: _Target, output: Output, offset: int, buffer_size: int
 ) -> Iterator[_BandJob]:
     itemsize = tensor_nbytes(output.dtype, ())
-    # The budget counts all buffers of a band; in bands' own unit that is its share of the cost.
-    budget = buffer_size * itemsize // band_cost(output.value)
+    budget = min(_BAND_SIZE, band_numel(output.value, buffer_size) * itemsize)
     for band in bands(output.shape, itemsize, budget):
         yield _BandJob(target, output, band, offset)
         offset += band.numel * itemsize
@@ -195,7 +202,7 @@ def _band_jobs(
 def _make_worker(
     plan: Plan, sources: Sources, syncer: _Syncer, team: Team
 ) -> Callable[[_CopyJob | _BandJob], None]:
-    buffer = memoryview(b"")
+    buffer = BandBuffer(0)
 
     def work(job: _CopyJob | _BandJob) -> None:
         nonlocal buffer
@@ -204,9 +211,9 @@ def _make_worker(
                 _copy_range(piece, job.target, sources, plan.buffer_size)
                 team.advance(piece.nbytes)
         else:
-            needed = job.band.numel * band_cost(job.output.value)
-            if len(buffer) < needed:
-                buffer = memoryview(bytearray(needed))
+            needed = buffer_nbytes(job.output.value, job.band.numel)
+            if len(buffer.memory) < needed:
+                buffer = BandBuffer(needed)
             data = evaluate(job.output.value, job.band, sources, buffer)
             _write(job.target, data, job.offset)
             team.advance(len(data))

@@ -56,6 +56,8 @@ def describe(sources: Sources) -> Checkpoint:
 
 def _locate(path: str) -> tuple[ModuleType, str]:
     """The layout and the directory of the checkpoint at or below `path`."""
+    if not path:
+        raise CheckpointNotFoundError("a source is an empty path")
     if not os.path.isdir(path):
         if os.path.exists(path):
             raise CheckpointNotFoundError(

@@ -72,7 +72,7 @@ def describe(paths: Sequence[str]) -> Checkpoint:
     """
     world_size, rank_files = _find_rank_files(paths)
     builders: dict[str, _TensorBuilder] = {}
-    skipped: dict[str, Skipped] = {}
+    skipped: dict[str, tuple[Skipped, str]] = {}
     around: dict[str, Skipped] = {}
     files: list[File] = []
     for rank in range(world_size):
@@ -88,11 +88,9 @@ def describe(paths: Sequence[str]) -> Checkpoint:
             raise type(error)(f"{path}: {error}", hint=error.hint) from error
         for key, value in beside.items():
             around.setdefault(str(key), Skipped(str(key), f"{kind_of(value)} beside the model"))
-    clash = next((name for name in skipped if name in builders), None)
-    if clash is not None:
-        raise InconsistentRanksError(f"key '{clash}' is a tensor in some rank files only")
     if not builders:
-        raise UnsupportedError(f"{paths[0]}: the rank files hold no tensors")
+        keys = ", ".join(map(repr, list(skipped)[:5])) or "none"
+        raise UnsupportedError(f"{paths[0]}: the rank files hold no tensors (keys: {keys})")
     directories = list(dict.fromkeys(paths))
     assets = next((d for d in (os.path.join(p, ASSETS) for p in paths) if os.path.isdir(d)), None)
     return Checkpoint(
@@ -101,7 +99,7 @@ def describe(paths: Sequence[str]) -> Checkpoint:
         world_size=world_size,
         files=tuple(files),
         tensors=tuple(builder.finish(rank_files) for builder in builders.values()),
-        skipped=(*skipped.values(), *around.values()),
+        skipped=(*(entry for entry, _ in skipped.values()), *around.values()),
         directories=tuple(directories if assets is None else [*directories, assets]),
         assets=assets,
     )
@@ -109,7 +107,7 @@ def describe(paths: Sequence[str]) -> Checkpoint:
 
 def _add(
     builders: dict[str, _TensorBuilder],
-    skipped: dict[str, Skipped],
+    skipped: dict[str, tuple[Skipped, str]],
     reader: EntryReader,
     rank: int,
     path: str,
@@ -126,10 +124,18 @@ def _add(
         )
     try:
         entry = reader.read(value)
-        if entry is None:
-            skipped.setdefault(name, Skipped(name, kind_of(value)))
-            return
         builder = builders.get(name)
+        if entry is None:
+            if builder is not None:
+                raise InconsistentRanksError(
+                    f"no tensor ({kind_of(value)}) here, but one in {builder.first_path}"
+                )
+            skipped.setdefault(name, (Skipped(name, kind_of(value)), path))
+            return
+        if name in skipped:
+            raise InconsistentRanksError(
+                f"a tensor here, but none ({skipped[name][0].kind}) in {skipped[name][1]}"
+            )
         if builder is None:
             builder = builders[name] = _TensorBuilder(name, entry, path)
         builder.add(rank, path, entry)
@@ -174,8 +180,8 @@ def _find_rank_files(paths: Sequence[str]) -> tuple[int, dict[int, str]]:
     if len(ranks) < world_size:
         missing = (rank for rank in range(world_size) if rank not in ranks)
         raise CheckpointNotFoundError(
-            f"{where}: {world_size - len(ranks)} of {world_size} rank files are missing: "
-            f"ranks {_ranges(missing)}",
+            f"{where}: {world_size - len(ranks)} of {world_size} rank files missing: "
+            f"rank{'s' if world_size - len(ranks) > 1 else ''} {_ranges(missing)}",
             hint="if each node kept its own files, give all their directories as sources",
         )
     return world_size, ranks
@@ -189,12 +195,12 @@ def _check_config(path: str, world_size: int) -> None:
         return
     except OSError as error:
         raise SourceError(f"{path}: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CorruptFileError(f"{path}: not JSON ({error})") from error
     stated = config.get("world_size") if isinstance(config, dict) else None
     if stated is not None and stated != world_size:
         raise InconsistentRanksError(
-            f"{path}: says world_size {stated}, the rank files say {world_size}"
+            f"{path}: says world_size {stated!r:.40}, the rank files say {world_size}"
         )
 
 
@@ -223,7 +229,8 @@ class _TensorBuilder:
         self.conflicts: list[tuple[int, str]] = []
         self.meshes: list[Mesh] = []
         self.boxes: list[Box] = []
-        self.listings: dict[tuple[tuple[Box, int], ...], None] = {}
+        # What the metadata of the rank files list, with the first file that says so.
+        self.listings: dict[tuple[tuple[Box, int], ...], str] = {}
 
     def add(self, rank: int, path: str, entry: Entry) -> None:
         first = self.first
@@ -236,7 +243,7 @@ class _TensorBuilder:
         elif isinstance(entry, MeshEntry):
             self._add_mesh(rank, entry)
         else:
-            self._add_boxes(rank, entry)
+            self._add_boxes(rank, path, entry)
 
     def finish(self, rank_files: Mapping[int, str]) -> Tensor:
         """The tensor, once all rank files are in.
@@ -272,7 +279,12 @@ class _TensorBuilder:
             ("global shape", list(entry.shape), list(first.shape)),
             ("dtype", entry.view.dtype, first.view.dtype),
             ("placements", str(entry.sharding), str(first.sharding)),
-            ("shard order", entry.sharding, first.sharding),
+            ("shard_order", entry.sharding.shard_order, first.sharding.shard_order),
+            (
+                "use_strided_shard_as_shard_order",
+                entry.sharding.strided_is_order,
+                first.sharding.strided_is_order,
+            ),
         ):
             if found != expected:
                 raise InconsistentRanksError(
@@ -298,7 +310,7 @@ class _TensorBuilder:
         self.meshes.append(mesh)
         self._add_extent(rank, entry.view)
 
-    def _add_boxes(self, rank: int, entry: BoxEntry) -> None:
+    def _add_boxes(self, rank: int, path: str, entry: BoxEntry) -> None:
         assert isinstance(self.first, BoxEntry)
         for what, found, expected in (
             ("global shape", list(entry.shape), list(self.first.shape)),
@@ -308,7 +320,7 @@ class _TensorBuilder:
                 raise InconsistentRanksError(
                     f"{what} {found} here, {expected} in {self.first_path}"
                 )
-        self.listings[entry.owners] = None
+        self.listings.setdefault(entry.owners, path)
         for view, box in zip(entry.views, entry.boxes, strict=True):
             self.boxes.append(box)
             self._add_extent(rank, view)
@@ -358,9 +370,13 @@ class _TensorBuilder:
         self, first: BoxEntry, rank_files: Mapping[int, str]
     ) -> tuple[BoxLayout, Extents]:
         held = {(box, rank) for box, rank in zip(self.boxes, self.ranks, strict=True)}
-        parts = {frozenset(box for box, _ in listing) for listing in self.listings}
+        parts = {
+            frozenset(box for box, _ in listing): path for listing, path in self.listings.items()
+        }
         if len(parts) > 1:
-            raise InconsistentRanksError("the rank files list different shards of it")
+            raise InconsistentRanksError(
+                f"{' and '.join(list(parts.values())[:2])} list different shards of it"
+            )
         for listing in self.listings:
             boxes = [box for box, _ in listing]
             for box, owner in listing:
