@@ -170,7 +170,9 @@ def fill_steps(
     target = _dot(at_band, band_strides)
     dims = _merge(zip(sizes, source_strides, band_strides, strict=True))
     if _source_order_is_contiguous(dims):
-        if len(dims) < 2 or dims[-1][0] * itemsize >= MIN_RUN_BYTES or dims[-1][2] != 1:
+        if dims and dims[-1][2] != 1:
+            dims.append((1, 1, 1))  # runs of one element
+        if len(dims) < 2 or dims[-1][0] * itemsize >= MIN_RUN_BYTES:
             yield _gather(dims, start, target, itemsize)
         else:
             yield from _pick_short_runs(dims, start, target, itemsize, scratch)
@@ -304,7 +306,8 @@ def _scatter(
         return
     size, source, band_stride = dims[widest]
     inner_nbytes = nbytes - (size - 1) * source * itemsize
-    sparse = wanted * _MIN_DENSITY < span and inner_nbytes >= _MIN_SCATTER_BYTES
+    gap = source * itemsize - inner_nbytes
+    sparse = wanted * _MIN_DENSITY < span and max(inner_nbytes, gap) >= _MIN_SCATTER_BYTES
     if source == 0 or (nbytes <= scratch and not sparse):
         yield Scatter(start * itemsize, nbytes, tuple(dims), target, itemsize)
         return

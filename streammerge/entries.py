@@ -33,6 +33,7 @@ from streammerge.placement import (
     row_major_strides,
 )
 from streammerge.torchfile import TorchFile
+from streammerge.unpickler import brief
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +154,8 @@ class EntryReader:
                     f"local tensor {list(tensor.sizes)} of {dtype} reaches byte "
                     f"{(last + 1) * itemsize:,} of a storage of {stored:,} bytes"
                 )
+        elif tensor.offset * itemsize > stored:
+            raise CorruptFileError(f"local tensor starts outside its storage of {stored:,} bytes")
         contiguous = _is_contiguous(tensor.sizes, tensor.strides)
         return View(
             member,
@@ -174,17 +177,21 @@ class EntryReader:
             raise CorruptFileError("a DTensor without its global shape")
         shape = meta.field("shape", 0)
         if not stand_ins.is_ints(shape):
-            raise CorruptFileError(f"a DTensor of global shape {shape!r:.80}")
+            raise CorruptFileError(f"a DTensor of global shape {brief(shape)}")
         view = self._view(local)
-        dtype = FROM_TORCH.get(str(meta.field("dtype", 2)))
+        torch_dtype = meta.field("dtype", 2)
+        dtype = FROM_TORCH.get(torch_dtype) if isinstance(torch_dtype, str) else None
         if dtype != view.dtype:
             raise PlacementError(f"local shard has dtype {view.dtype}, its DTensor says {dtype}")
+        strided_is_order = spec.field("use_strided_shard_as_shard_order")
+        if strided_is_order is not None and type(strided_is_order) is not bool:
+            raise CorruptFileError("a DTensor whose use_strided_shard_as_shard_order is damaged")
         mesh = self._mesh(spec.field("mesh"))
         sharding = Sharding(
             mesh.shape,
             _read_placements(spec.field("placements"), len(shape)),
             _read_shard_order(spec.field("shard_order")),
-            spec.field("use_strided_shard_as_shard_order"),
+            strided_is_order,
         )
         sharding = self._shardings.setdefault(sharding, sharding)
         return MeshEntry(view, shape, sharding, mesh)
@@ -215,13 +222,13 @@ class EntryReader:
                 or len(at) != len(mesh.shape)
                 or any(index >= size for index, size in zip(at, mesh.shape, strict=True))
             ):
-                raise CorruptFileError(f"a device mesh with coordinate {coordinate!r:.80}")
+                raise CorruptFileError(f"a device mesh with coordinate {brief(coordinate)}")
             strides = row_major_strides(mesh.shape)
             writer = mesh.ranks[sum(a * s for a, s in zip(at, strides, strict=True))]
         if writer is not None and writer != self._rank:
             raise InconsistentRanksError(
-                f"the file's name says rank {self._rank}, its device mesh says that rank {writer} "
-                "wrote it",
+                f"the file's name says rank {self._rank}, its device mesh says that rank "
+                f"{brief(writer)} wrote it",
                 hint="the rank files were renamed or mixed up; restore their names",
             )
 
@@ -234,12 +241,12 @@ class EntryReader:
             raise CorruptFileError("a ShardedTensor without metadata")
         shape = metadata.field("size")
         if not stand_ins.is_ints(shape):
-            raise CorruptFileError(f"a ShardedTensor of global shape {shape!r:.80}")
+            raise CorruptFileError(f"a ShardedTensor of global shape {brief(shape)}")
         writer = group.field("global_rank") if isinstance(group, stand_ins.Record) else None
         if writer is not None and writer != self._rank:
             raise InconsistentRanksError(
                 f"the file's name says rank {self._rank}, its process group says that rank "
-                f"{writer} wrote it",
+                f"{brief(writer)} wrote it",
                 hint="the rank files were renamed or mixed up; restore their names",
             )
         owners = tuple(_read_shard_metadata(m) for m in metadata.field("shards_metadata") or ())
@@ -305,7 +312,7 @@ def unwrap(root: object) -> tuple[Mapping[object, object], Mapping[object, objec
         return root[name], {key: value for key, value in root.items() if key != name}
     if nested:
         where = "tensors beside and in" if flat else "several dicts of tensors to choose from:"
-        raise UnsupportedError(f"{where} {', '.join(map(repr, nested))}")
+        raise UnsupportedError(f"{where} {', '.join(map(brief, nested))}")
     return root, {}
 
 
@@ -346,15 +353,15 @@ def _read_placements(value: object, ndim: int) -> tuple[Placement, ...]:
             placements.append(Partial(str(record.field("reduce_op", 0) or "sum")))
         elif isinstance(record, stand_ins.ShardPlacement | stand_ins.StridedShardPlacement):
             dim = record.field("dim", 0)
-            if type(dim) is not int:
-                raise CorruptFileError(f"a placement on dim {dim!r:.40}")
+            if not stand_ins.is_int(dim):
+                raise CorruptFileError(f"a placement on dim {brief(dim)}")
             dim = dim + ndim if dim < 0 else dim
             if isinstance(record, stand_ins.ShardPlacement):
                 placements.append(Shard(dim))
             else:
                 factor = record.field("split_factor", 1)
-                if type(factor) is not int or factor < 1:
-                    raise CorruptFileError(f"a placement with split factor {factor!r:.40}")
+                if not stand_ins.is_int(factor) or factor < 1:
+                    raise CorruptFileError(f"a placement with split factor {brief(factor)}")
                 placements.append(StridedShard(dim, factor))
         else:
             raise UnsupportedError(f"a placement of an unknown kind ({_kind(record)})")
@@ -369,7 +376,7 @@ def _read_shard_order(value: object) -> ShardOrder | None:
         if not isinstance(entry, stand_ins.ShardOrderEntry):
             raise CorruptFileError("a DTensor whose shard_order is damaged")
         dim, mesh_dims = entry.field("tensor_dim", 0), entry.field("mesh_dims", 1)
-        if type(dim) is not int or not stand_ins.is_ints(mesh_dims):
+        if not stand_ins.is_int(dim) or not stand_ins.is_ints(mesh_dims):
             raise CorruptFileError("a DTensor whose shard_order is damaged")
         order.append((dim, mesh_dims))
     return tuple(order)
@@ -395,7 +402,7 @@ def _read_mesh(record: stand_ins.DeviceMesh, rank: int) -> Mesh:
             raise CorruptFileError("a device mesh without its ranks")
         shape = mesh.sizes
     if math.prod(shape) != len(ranks) or len(set(ranks)) != len(ranks):
-        raise CorruptFileError(f"a device mesh of shape {list(shape)} with ranks {ranks!r:.80}")
+        raise CorruptFileError(f"a device mesh of shape {list(shape)} with ranks {brief(ranks)}")
     return Mesh(shape, ranks, dim_names)
 
 
@@ -426,7 +433,7 @@ def _read_axes(layout: stand_ins.MeshLayout) -> _Axes:
 
 
 def _flatten(value: object) -> list[int]:
-    if type(value) is int and value >= 0:
+    if stand_ins.is_int(value) and value >= 0:
         return [value]
     if isinstance(value, tuple):
         return [n for item in value for n in _flatten(item)]
@@ -440,6 +447,8 @@ def _ranks_of_layout(axes: _Axes, rank_map: tuple[int, ...], rank: int) -> tuple
     stands for all its parallel copies; each starts elsewhere, and ours is the one `rank` is in.
     """
     pairs = [pair for axis in axes for pair in axis]
+    if not 0 < math.prod(size for size, _ in pairs) <= len(rank_map):
+        raise CorruptFileError("a device mesh whose layout leaves its rank map")
     base = 0
     if rank in rank_map:
         base = rank_map.index(rank)
@@ -469,7 +478,11 @@ def _read_shard_metadata(record: object) -> tuple[Box, int]:
     if not isinstance(offsets, list | tuple) or not isinstance(sizes, list | tuple):
         raise CorruptFileError("a ShardedTensor whose metadata are damaged")
     offsets, sizes = tuple(offsets), tuple(sizes)
-    if not stand_ins.is_ints(offsets) or not stand_ins.is_ints(sizes) or type(owner) is not int:
+    if (
+        not stand_ins.is_ints(offsets)
+        or not stand_ins.is_ints(sizes)
+        or not stand_ins.is_int(owner)
+    ):
         raise CorruptFileError("a ShardedTensor whose metadata are damaged")
     return Box.whole_shard(offsets, sizes), owner
 

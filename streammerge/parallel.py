@@ -98,8 +98,9 @@ def run(
         finally:
             ended.put(None)
 
-    threads = start_threads([loop] * workers, stack_size)
+    threads: list[threading.Thread] = []
     try:
+        start_threads([loop] * workers, stack_size, threads)
         running = workers
         while running:
             try:
@@ -120,14 +121,18 @@ def run(
 
 
 def start_threads(
-    targets: list[Callable[[], None]], stack_size: int = STACK_SIZE
+    targets: list[Callable[[], None]],
+    stack_size: int = STACK_SIZE,
+    started: list[threading.Thread] | None = None,
 ) -> list[threading.Thread]:
-    """Start threads with stacks of a given size in bytes."""
+    """Start threads with stacks of a given size in bytes; `started` grows with each."""
+    started = [] if started is None else started
     previous = threading.stack_size(stack_size)
     try:
-        threads = [threading.Thread(target=target, daemon=True) for target in targets]
-        for thread in threads:
+        for target in targets:
+            thread = threading.Thread(target=target, daemon=True)
             thread.start()
+            started.append(thread)
     finally:
         threading.stack_size(previous)
-    return threads
+    return started

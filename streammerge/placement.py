@@ -210,7 +210,7 @@ def check_tiling(shape: Sequence[int], boxes: Sequence[Box]) -> None:
         PlacementError: a box that leaves the tensor, overlaps another, or a part that none covers.
     """
     for box in boxes:
-        if len(box.offsets) != len(shape) or any(
+        if not len(box.offsets) == len(box.sizes) == len(shape) or any(
             offset < 0 or size < 0 or offset + size > n
             for offset, size, n in zip(box.offsets, box.sizes, shape, strict=False)
         ):
@@ -229,7 +229,7 @@ def check_tiling(shape: Sequence[int], boxes: Sequence[Box]) -> None:
 
 def describe_box(box: Box) -> str:
     """A box for people: ``[0:4, 8:16]``."""
-    ranges = (f"{o}:{o + n}" for o, n in zip(box.offsets, box.sizes, strict=True))
+    ranges = (f"{o}:{o + n}" for o, n in zip(box.offsets, box.sizes, strict=False))
     return f"[{', '.join(ranges)}]"
 
 
@@ -284,19 +284,20 @@ def _split_steps(sharding: Sharding, ndim: int) -> dict[int, list[tuple[int, int
         if isinstance(placement, Shard | StridedShard) and not 0 <= placement.dim < ndim:
             raise PlacementError(f"placement {placement} on a tensor of {ndim} dims")
     strided = any(isinstance(p, StridedShard) for p in placements)
-    if strided:
-        if sharding.strided_is_order is not False:
-            decoded = _decode_strided(sharding)
-            if decoded is not None:
-                return decoded
-        return _left_to_right(placements)
-    if sharding.shard_order is not None:
-        steps = {dim: [(m, 1) for m in mesh_dims] for dim, mesh_dims in sharding.shard_order}
-        plain = _left_to_right(placements)
-        if {d: sorted(s) for d, s in steps.items()} != plain:
-            raise PlacementError(f"shard_order {sharding.shard_order} contradicts {sharding}")
-        return steps
-    return _left_to_right(placements)
+    plain = _left_to_right(placements)
+    if strided and sharding.strided_is_order is not False:
+        return _decode_strided(sharding) or plain
+    if sharding.shard_order is None:
+        return plain
+    factors = {mesh_dim: factor for steps in plain.values() for mesh_dim, factor in steps}
+    ordered = {
+        dim: [(m, factors.get(m, 0)) for m in mesh_dims] for dim, mesh_dims in sharding.shard_order
+    }
+    if len(ordered) != len(sharding.shard_order) or plain != {
+        dim: sorted(steps) for dim, steps in ordered.items()
+    }:
+        raise PlacementError(f"shard_order {sharding.shard_order} contradicts {sharding}")
+    return ordered
 
 
 def _left_to_right(placements: Sequence[Placement]) -> dict[int, list[tuple[int, int]]]:

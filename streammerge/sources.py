@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from collections import OrderedDict
@@ -123,7 +124,13 @@ class Sources:
     def _open_file(self, index: int) -> int:
         file = self._files[index]
         try:
-            fd = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                fd = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
+            except OSError as error:
+                if error.errno != errno.EMFILE:
+                    raise
+                self._close_idle(0)
+                fd = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             raise self._read_error(index, error) from error
         try:

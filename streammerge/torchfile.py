@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from streammerge.checkpoint import File, Members
 from streammerge.dtypes import FROM_TORCH, ITEMSIZE
 from streammerge.errors import CorruptFileError, SourceError, StreamMergeError, UnsupportedError
-from streammerge.unpickler import Storage, Unpickler
+from streammerge.unpickler import Storage, Unpickler, brief
 
 _WINDOW = 1 << 20  # bytes mapped at a time; a multiple of every page size
 _MAX_COMMENT = (1 << 16) - 1
@@ -374,7 +374,7 @@ def _read_legacy(fd: int, size: int, members: Members) -> tuple[object, dict[str
             raise CorruptFileError("not a torch.save file (neither a zip archive nor a legacy one)")
         protocol, system = _unpickle(Unpickler(stream)), _unpickle(Unpickler(stream))
         if protocol != _LEGACY_PROTOCOL or not isinstance(system, dict):
-            raise CorruptFileError(f"legacy torch.save file of unknown protocol {protocol!r:.40}")
+            raise CorruptFileError(f"legacy torch.save file of unknown protocol {brief(protocol)}")
         if system.get("little_endian") is False:
             raise UnsupportedError("the file was written on a big-endian machine")
         unpickler = Unpickler(stream)

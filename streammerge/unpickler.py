@@ -11,7 +11,7 @@ setting (on the class itself that call fails), tuples and strings.
 from __future__ import annotations
 
 import pickle
-from collections import OrderedDict
+import reprlib
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeGuard
 
 from streammerge.dtypes import FROM_TORCH, NOT_IN_SAFETENSORS, STORAGES
@@ -19,6 +19,9 @@ from streammerge.errors import UnsafePickleError, UnsupportedError
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+
+_INT_LIMIT = 1 << 63
 
 
 class Storage:
@@ -71,11 +74,11 @@ class StridedTensor:
         backward_hooks: object = None,
         metadata: object = None,
     ) -> Self:
-        if not isinstance(storage, Storage) or type(offset) is not int or offset < 0:
+        if not isinstance(storage, Storage) or not is_int(offset) or offset < 0:
             raise pickle.UnpicklingError("a tensor without a storage")
         if not is_ints(sizes) or not is_ints(strides) or len(sizes) != len(strides):
             raise pickle.UnpicklingError(
-                f"a tensor of sizes {sizes!r:.80}, strides {strides!r:.80}"
+                f"a tensor of sizes {brief(sizes)}, strides {brief(strides)}"
             )
         tensor = super().__new__(cls)
         tensor.storage = storage
@@ -86,7 +89,7 @@ class StridedTensor:
         tensor.conj = False
         if metadata:
             if not isinstance(metadata, dict) or set(metadata) - {"conj", "neg"}:
-                raise pickle.UnpicklingError(f"unknown tensor metadata {metadata!r:.80}")
+                raise pickle.UnpicklingError(f"unknown tensor metadata {brief(metadata)}")
             if metadata.get("neg"):
                 raise UnsupportedError("a tensor is stored as a negated view (neg bit)")
             tensor.conj = bool(metadata.get("conj"))
@@ -113,7 +116,7 @@ class UntypedTensor(StridedTensor):
         metadata: object = None,
     ) -> Self:
         if not isinstance(dtype, str):
-            raise pickle.UnpicklingError(f"a tensor of dtype {dtype!r:.80}")
+            raise pickle.UnpicklingError(f"a tensor of dtype {brief(dtype)}")
         tensor = super().__new__(
             cls, storage, offset, sizes, strides, requires_grad, backward_hooks, metadata
         )
@@ -298,7 +301,7 @@ class _Getattr:
             return ProcessGroupState
         if owner is _MemoryFormat and isinstance(name, str):
             return None
-        raise UnsafePickleError(f"the pickle asks for getattr(..., {name!r}); nothing was run")
+        raise UnsafePickleError(f"the pickle asks for getattr(..., {brief(name)}); nothing was run")
 
     def __setstate__(self, state: object) -> None:
         raise pickle.UnpicklingError("getattr has no state")
@@ -316,6 +319,15 @@ class _MemoryFormat:
         raise pickle.UnpicklingError("an enum has no state")
 
 
+class StateDict(dict[Any, Any]):
+    """``collections.OrderedDict``, without the attributes that a pickle could set on one."""
+
+    __slots__ = ()
+
+    def __setstate__(self, state: object) -> None:
+        pass  # ``_metadata`` of a module's state dict
+
+
 _PLACEMENTS = {
     "Shard": ShardPlacement,
     "_StridedShard": StridedShardPlacement,
@@ -329,7 +341,7 @@ _PLACEMENTS = {
 _SHARDED = "torch.distributed._shard"
 
 _ALLOWED: dict[tuple[str, str], object] = {
-    ("collections", "OrderedDict"): OrderedDict,
+    ("collections", "OrderedDict"): StateDict,
     ("torch._tensor", "_rebuild_from_type_v2"): _FromType,
     ("torch._utils", "_rebuild_wrapper_subclass"): Opaque,
     ("torch._utils", "_rebuild_tensor"): StridedTensor,
@@ -387,6 +399,9 @@ _ALLOWED: dict[tuple[str, str], object] = {
 }
 
 
+_STORAGE_KINDS = {id(kind) for kind in _ALLOWED.values() if isinstance(kind, tuple)}
+
+
 class Unpickler(pickle.Unpickler):
     """A `pickle.Unpickler` that hands out stand-ins.
 
@@ -418,12 +433,12 @@ class Unpickler(pickle.Unpickler):
     def persistent_load(self, pid: Any) -> Storage:
         """``("storage", storage class, key, location, numel)``; legacy files add a view."""
         if not isinstance(pid, tuple) or len(pid) not in (5, 6) or pid[0] != "storage":
-            raise pickle.UnpicklingError(f"unknown persistent id {pid!r:.80}")
+            raise pickle.UnpicklingError(f"unknown persistent id {brief(pid)}")
         kind, key, numel = pid[1], pid[2], pid[4]
-        if not isinstance(kind, tuple) or len(kind) != 2 or kind[0] != "storage":
-            raise pickle.UnpicklingError(f"unknown storage class in persistent id {pid!r:.80}")
-        if not isinstance(key, str) or not isinstance(numel, int) or numel < 0:
-            raise pickle.UnpicklingError(f"unknown persistent id {pid!r:.80}")
+        if id(kind) not in _STORAGE_KINDS:  # not ==, which a pickle's own tuple could meet
+            raise pickle.UnpicklingError(f"unknown storage class in persistent id {brief(pid)}")
+        if not isinstance(key, str) or not is_ints((numel,)):
+            raise pickle.UnpicklingError(f"unknown persistent id {brief(pid)}")
         if len(pid) == 6 and pid[5] is not None:
             raise pickle.UnpicklingError("a storage is a view on another one")
         storage = self.storages.get(key)
@@ -432,6 +447,19 @@ class Unpickler(pickle.Unpickler):
         return storage
 
 
+def brief(value: object) -> str:
+    """A value from a pickle for an error message; printing all of it may never end."""
+    try:
+        return reprlib.repr(value)
+    except ValueError:  # an int of more digits than Python prints
+        return f"a {type(value).__name__} without end"
+
+
+def is_int(value: object) -> TypeGuard[int]:
+    """Whether a value from a pickle is an int of 64 bits. Pickles can hold longer ones."""
+    return type(value) is int and -_INT_LIMIT <= value < _INT_LIMIT
+
+
 def is_ints(value: object) -> TypeGuard[tuple[int, ...]]:
-    """Whether a value from a pickle is a tuple of non-negative ints."""
-    return type(value) is tuple and all(type(n) is int and n >= 0 for n in value)
+    """Whether a value from a pickle is a tuple of non-negative ints of 64 bits."""
+    return type(value) is tuple and all(type(n) is int and 0 <= n < _INT_LIMIT for n in value)

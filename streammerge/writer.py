@@ -2,7 +2,7 @@
 
 Ranges that are contiguous on both sides are copied by the kernel; the rest goes through bands, one
 buffer per thread. Files have their full size from the start, so threads work on separate ranges;
-each file is fsynced while the next ones are copied.
+the disk writes what is copied already while the rest is copied.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ _CALL_SIZE = 64 << 20  # most bytes per kernel copy, so that progress and Ctrl-C
 _BATCH_SIZE = 8 << 20  # small copies are handed out together
 _BATCH_COUNT = 256
 _BAND_SIZE = 4 << 20  # larger bands leave the processor's cache and gain nothing
+_FLUSH_SIZE = 128 << 20  # bytes of a file after which the disk is set to work
 _LEAST_COPY = 128 << 10  # shorter runs go through a band
 _ASSET_BUFFER = 64 << 10
 _FALLBACK = {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.EBADF}
@@ -49,6 +50,7 @@ class _Target:
     fd: int
     pending: int = 0
     complete: bool = False
+    unsynced: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def close(self) -> None:
@@ -74,6 +76,10 @@ class _CopyJob:
     target: _Target
     ranges: tuple[_Range, ...]
 
+    @property
+    def nbytes(self) -> int:
+        return sum(piece.nbytes for piece in self.ranges)
+
 
 @dataclass(frozen=True, slots=True)
 class _BandJob:
@@ -81,6 +87,10 @@ class _BandJob:
     output: Output
     band: Band
     offset: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.band.numel * tensor_nbytes(self.output.dtype, ())
 
 
 def write_files(
@@ -148,7 +158,7 @@ def _jobs(
             target.complete = True
             finished = target.pending == 0
         if finished:
-            syncer.put(target)
+            syncer.put(target, finished)
 
 
 def _issue(target: _Target, job: _CopyJob | _BandJob) -> _CopyJob | _BandJob:
@@ -220,9 +230,13 @@ def _make_worker(
         target = job.target
         with target.lock:
             target.pending -= 1
+            target.unsynced += job.nbytes
             finished = target.complete and target.pending == 0
-        if finished:
-            syncer.put(target)
+            flush = target.unsynced >= _FLUSH_SIZE
+            if flush:
+                target.unsynced = 0
+        if finished or flush:
+            syncer.put(target, finished)
 
     return work
 
@@ -252,7 +266,7 @@ def _copy_range(piece: _Range, target: _Target, sources: Sources, buffer_size: i
                 )
             except OSError as error:
                 if error.errno not in _FALLBACK:
-                    raise _copy_error(piece, target, sources, error) from error
+                    raise _copy_error(piece, start, target, sources, error) from error
             if done == piece.nbytes:
                 return
         size = min(buffer_size, piece.nbytes - done)
@@ -298,11 +312,11 @@ def _send_file(source: int, target: _Target, start: int, offset: int, nbytes: in
 
 
 def _copy_error(
-    piece: _Range, target: _Target, sources: Sources, error: OSError
+    piece: _Range, start: int, target: _Target, sources: Sources, error: OSError
 ) -> SourceError | TargetError:
     # One call reads and writes; a read of the same bytes tells which side failed.
     if error.errno == errno.EIO:
-        sources.read(piece.file, piece.start, [memoryview(bytearray(1))])
+        sources.read(piece.file, start, [memoryview(bytearray(1))])
     return _target_error(target.path, error)
 
 
@@ -365,23 +379,23 @@ def _sync(target: _Target) -> None:
 
 
 class _Syncer:
-    """A thread that fsyncs and closes finished files while others are copied."""
+    """A thread that flushes files to the disk while others copy, and closes finished ones."""
 
     def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[_Target | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[_Target, bool] | None] = queue.SimpleQueue()
         self._error: BaseException | None = None
         self._given_up = False
         (self._thread,) = start_threads([self._loop])
 
-    def put(self, target: _Target) -> None:
-        """Hand over a finished file.
+    def put(self, target: _Target, finished: bool) -> None:
+        """Hand over a file: a finished one for good, another for what is written so far.
 
         Raises:
-            TargetError: an earlier file could not be synced.
+            TargetError: an earlier flush failed.
         """
         if self._error is not None:
             raise self._error
-        self._queue.put(target)
+        self._queue.put((target, finished))
 
     def __enter__(self) -> _Syncer:
         return self
@@ -394,11 +408,13 @@ class _Syncer:
             raise self._error
 
     def _loop(self) -> None:
-        while (target := self._queue.get()) is not None:
+        while (item := self._queue.get()) is not None:
+            target, finished = item
             try:
-                if not self._given_up:
+                if not self._given_up and self._error is None:
                     _sync(target)
             except BaseException as error:
                 self._error = error
             finally:
-                target.close()
+                if finished:
+                    target.close()

@@ -45,6 +45,7 @@ from streammerge.errors import (
 )
 from streammerge.placement import Box, check_tiling, local_shape, mesh_positions
 from streammerge.torchfile import read_torch_file
+from streammerge.unpickler import brief
 
 NAME = "FSDP rank files"
 FILES = "model_world_size_{W}_rank_{R}.pt"
@@ -115,7 +116,7 @@ def _add(
     value: object,
 ) -> None:
     if not isinstance(name, str):
-        raise UnsupportedError(f"key {name!r:.80} is no name")
+        raise UnsupportedError(f"key {brief(name)} is no name")
     if name.rsplit(".", 1)[-1] in _FLAT_PARAMETERS:
         raise UnsupportedError(
             f"key '{name}' is a flat parameter of FSDP1 (LOCAL_STATE_DICT): several weights in "
