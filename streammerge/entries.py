@@ -30,6 +30,7 @@ from streammerge.placement import (
     ShardOrder,
     StridedShard,
     describe_box,
+    mesh_positions,
     row_major_strides,
 )
 from streammerge.torchfile import TorchFile
@@ -78,12 +79,17 @@ class PlainEntry:
 
 @dataclass(frozen=True, slots=True)
 class MeshEntry:
-    """A DTensor: its local shard, global shape and how it is spread."""
+    """A DTensor: its local shard, global shape and how it is spread.
+
+    Meshes and shardings are interned over all rank files: equal ones are the same object. The
+    position is that of the file's rank, see `placement.mesh_positions`; None outside the mesh.
+    """
 
     view: View
     shape: tuple[int, ...]
     sharding: Sharding
     mesh: Mesh
+    position: tuple[int, ...] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,21 +109,22 @@ Entry = PlainEntry | MeshEntry | BoxEntry
 class EntryReader:
     """Turns the stand-ins of one rank file into entries.
 
-    Meshes and shardings are interned, as thousands of tensors share a few of them.
-
     Args:
         source: the rank file.
         rank: the rank that its name says.
         world_size: the number of ranks that its name says.
+        interned: meshes and shardings seen so far; thousands of tensors share a few of them.
     """
 
-    def __init__(self, source: TorchFile, rank: int, world_size: int) -> None:
+    def __init__(
+        self, source: TorchFile, rank: int, world_size: int, interned: dict[object, Any]
+    ) -> None:
         self._source = source
         self._rank = rank
         self._world_size = world_size
+        self._interned = interned
         # By id: records stay alive as long as the source does.
-        self._meshes: dict[int, Mesh] = {}
-        self._shardings: dict[Sharding, Sharding] = {}
+        self._meshes: dict[int, tuple[Mesh, tuple[int, ...] | None]] = {}
 
     def read(self, value: object) -> Entry | None:
         """The entry for one value of the state dict, None if it is no tensor.
@@ -186,25 +193,30 @@ class EntryReader:
         strided_is_order = spec.field("use_strided_shard_as_shard_order")
         if strided_is_order is not None and type(strided_is_order) is not bool:
             raise CorruptFileError("a DTensor whose use_strided_shard_as_shard_order is damaged")
-        mesh = self._mesh(spec.field("mesh"))
+        mesh, position = self._mesh(spec.field("mesh"))
         sharding = Sharding(
             mesh.shape,
             _read_placements(spec.field("placements"), len(shape)),
             _read_shard_order(spec.field("shard_order")),
             strided_is_order,
         )
-        sharding = self._shardings.setdefault(sharding, sharding)
-        return MeshEntry(view, shape, sharding, mesh)
+        sharding = self._interned.setdefault(sharding, sharding)
+        return MeshEntry(view, shape, sharding, mesh, position)
 
-    def _mesh(self, record: object) -> Mesh:
+    def _mesh(self, record: object) -> tuple[Mesh, tuple[int, ...] | None]:
         if not isinstance(record, stand_ins.DeviceMesh):
             raise CorruptFileError("a DTensor without a device mesh")
-        mesh = self._meshes.get(id(record))
-        if mesh is None:
+        found = self._meshes.get(id(record))
+        if found is None:
             mesh = _read_mesh(record, self._rank)
             self._check_writer(record, mesh)
-            self._meshes[id(record)] = mesh
-        return mesh
+            mesh = self._interned.setdefault(mesh, mesh)
+            position = None
+            if self._rank in mesh.ranks:
+                index = mesh.ranks.index(self._rank)
+                position = mesh_positions(mesh.shape, mesh.ranks)[index]
+            found = self._meshes[id(record)] = (mesh, position)
+        return found
 
     def _check_writer(self, record: stand_ins.DeviceMesh, mesh: Mesh) -> None:
         outside = [rank for rank in mesh.ranks if rank >= self._world_size]

@@ -32,7 +32,7 @@ DEFAULT_MEMORY = "16MiB"
 MIN_MEMORY = 4096
 _MIN_WORKER_MEMORY = 4096
 
-# Peak memory of a process, measured (benchmarks/copy_speed.py): the interpreter with this package,
+# Peak memory of a process, measured (tests/test_memory.py): the interpreter with this package,
 # what torch adds when it is imported, and the records kept per chunk.
 _BASE_MEMORY = 24 << 20
 _TORCH_MEMORY = 240 << 20

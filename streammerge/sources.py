@@ -76,15 +76,16 @@ class Sources:
         return data_offset
 
     def read(self, index: int, offset: int, buffers: Sequence[memoryview]) -> None:
-        """Fill buffers, one after the other, from consecutive bytes of file `index`.
+        """Fill equally long buffers, one after the other, from consecutive bytes of file `index`.
 
         Raises:
             SourceError: the file cannot be read or ends too early.
         """
         with self.descriptor(index) as fd:
             for first in range(0, len(buffers), _MAX_BUFFERS):
-                pending = list(buffers[first : first + _MAX_BUFFERS])
-                while pending:
+                pending = buffers[first : first + _MAX_BUFFERS]
+                left = len(pending) * len(pending[0])
+                while left:
                     try:
                         count = os.preadv(fd, pending, offset)
                     except OSError as error:
@@ -92,7 +93,9 @@ class Sources:
                     if count == 0:
                         raise self.cut_short(index, offset)
                     offset += count
-                    pending = _skip(pending, count)
+                    left -= count
+                    if left:
+                        pending = _skip(pending, count)
 
     def check_unchanged(self) -> None:
         """Compare every file with what it was when its metadata were read.
@@ -160,7 +163,7 @@ def _compare(file: File, status: os.stat_result) -> None:
         )
 
 
-def _skip(buffers: list[memoryview], count: int) -> list[memoryview]:
+def _skip(buffers: Sequence[memoryview], count: int) -> list[memoryview]:
     """What is left of `buffers` after `count` bytes."""
     for position, buffer in enumerate(buffers):
         if count < len(buffer):

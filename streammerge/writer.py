@@ -21,7 +21,7 @@ from streammerge.bands import Band, bands, copy_steps
 from streammerge.errors import NoSpaceError, SourceError, TargetError
 from streammerge.header import INDEX_FILE, tensor_nbytes
 from streammerge.parallel import STACK_SIZE, TORCH_STACK_SIZE, Team, run, start_threads
-from streammerge.planner import Plan
+from streammerge.planner import OutputFile, Plan
 from streammerge.sources import Sources
 from streammerge.values import (
     BandBuffer,
@@ -35,7 +35,7 @@ from streammerge.values import (
 _CALL_SIZE = 64 << 20  # most bytes per kernel copy, so that progress and Ctrl-C get a turn
 _BATCH_SIZE = 8 << 20  # small copies are handed out together
 _BATCH_COUNT = 256
-_BAND_SIZE = 4 << 20  # larger bands leave the processor's cache and gain nothing
+_BAND_SIZE = 2 << 20  # larger bands leave the processor's cache and take twice the time
 _FLUSH_SIZE = 128 << 20  # bytes of a file after which the disk is set to work
 _LEAST_COPY = 128 << 10  # shorter runs go through a band
 _ASSET_BUFFER = 64 << 10
@@ -133,38 +133,52 @@ def write_files(
 def _jobs(
     plan: Plan, directory: str, targets: list[_Target], syncer: _Syncer
 ) -> Iterator[_CopyJob | _BandJob]:
-    """All jobs, file after file; opens each file when its turn comes and adds it to `targets`."""
-    for file in plan.files:
-        target = _create(os.path.join(directory, file.name), file.size)
-        targets.append(target)
-        _write(target, memoryview(file.header), 0)
-        batch: list[_Range] = []
-        batch_size = 0
-        for output, offset in zip(file.outputs, file.offsets, strict=True):
-            ranges = _copy_ranges(output, offset)
-            if ranges is None:
-                for job in _band_jobs(target, output, offset, plan.buffer_size):
-                    yield _issue(target, job)
-                continue
-            for piece in ranges:
-                batch.append(piece)
-                batch_size += piece.nbytes
-                if len(batch) >= _BATCH_COUNT or batch_size >= _BATCH_SIZE:
-                    yield _issue(target, _CopyJob(target, tuple(batch)))
-                    batch, batch_size = [], 0
-        if batch:
-            yield _issue(target, _CopyJob(target, tuple(batch)))
+    """All jobs. As many files are filled at a time as there are workers.
+
+    File systems let one thread at a time write to a file, so the next job is always of the file
+    that the fewest workers are busy with. Each file that is opened is added to `targets`.
+    """
+    waiting = iter(plan.files)
+    streams: list[tuple[_Target, Iterator[_CopyJob | _BandJob]]] = []
+    while True:
+        while len(streams) < plan.workers and (file := next(waiting, None)) is not None:
+            target = _create(os.path.join(directory, file.name), file.size)
+            targets.append(target)
+            _write(target, memoryview(file.header), 0)
+            streams.append((target, _file_jobs(plan, file, target)))
+        if not streams:
+            return
+        stream = min(streams, key=lambda stream: stream[0].pending)
+        target, jobs = stream
+        job = next(jobs, None)
+        if job is None:
+            streams.remove(stream)
         with target.lock:
-            target.complete = True
-            finished = target.pending == 0
+            target.pending += job is not None
+            target.complete = job is None
+            finished = target.complete and target.pending == 0
         if finished:
             syncer.put(target, finished)
+        if job is not None:
+            yield job
 
 
-def _issue(target: _Target, job: _CopyJob | _BandJob) -> _CopyJob | _BandJob:
-    with target.lock:
-        target.pending += 1
-    return job
+def _file_jobs(plan: Plan, file: OutputFile, target: _Target) -> Iterator[_CopyJob | _BandJob]:
+    batch: list[_Range] = []
+    batch_size = 0
+    for output, offset in zip(file.outputs, file.offsets, strict=True):
+        ranges = _copy_ranges(output, offset)
+        if ranges is None:
+            yield from _band_jobs(target, output, offset, plan.buffer_size)
+            continue
+        for piece in ranges:
+            batch.append(piece)
+            batch_size += piece.nbytes
+            if len(batch) >= _BATCH_COUNT or batch_size >= _BATCH_SIZE:
+                yield _CopyJob(target, tuple(batch))
+                batch, batch_size = [], 0
+    if batch:
+        yield _CopyJob(target, tuple(batch))
 
 
 def _copy_ranges(output: Output, offset: int) -> list[_Range] | None:

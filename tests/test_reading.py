@@ -260,11 +260,9 @@ def test_more_buffers_than_one_call_takes(maker: Maker, monkeypatch: pytest.Monk
     maker.file(blob)
     opened = Sources(maker.files)
     start = maker.files[0].members.data_offsets[0]
-    rng = random.Random(2)
     for limit in (1 << 20, 1500):
         with short_reads(monkeypatch, lambda limit=limit: limit) as seen:
-            random_sizes = [rng.randint(1, 3) for _ in range(2000)]
-            for sizes in ([1] * 5000, [2] * 2500, random_sizes):
+            for sizes in ([1] * 5000, [2] * 2500, [3] * 1600):
                 memory = bytearray(sum(sizes))
                 views, at = [], 0
                 for size in sizes:

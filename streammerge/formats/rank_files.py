@@ -12,6 +12,7 @@ import os
 import re
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from streammerge.checkpoint import (
     BoxLayout,
@@ -43,7 +44,7 @@ from streammerge.errors import (
     SourceError,
     UnsupportedError,
 )
-from streammerge.placement import Box, check_tiling, local_shape, mesh_positions
+from streammerge.placement import Box, check_tiling, local_shape
 from streammerge.torchfile import read_torch_file
 from streammerge.unpickler import brief
 
@@ -73,6 +74,7 @@ def describe(paths: Sequence[str]) -> Checkpoint:
     """
     world_size, rank_files = _find_rank_files(paths)
     builders: dict[str, _TensorBuilder] = {}
+    interned: dict[object, Any] = {}
     skipped: dict[str, tuple[Skipped, str]] = {}
     around: dict[str, Skipped] = {}
     files: list[File] = []
@@ -80,11 +82,11 @@ def describe(paths: Sequence[str]) -> Checkpoint:
         path = rank_files[rank]
         source = read_torch_file(path)
         files.append(source.file)
-        reader = EntryReader(source, rank, world_size)
+        reader = EntryReader(source, rank, world_size, interned)
         try:
             state_dict, beside = unwrap(source.root)
             for name, value in state_dict.items():
-                _add(builders, skipped, reader, rank, path, name, value)
+                _add(builders, skipped, interned, reader, rank, path, name, value)
         except SourceError as error:
             raise type(error)(f"{path}: {error}", hint=error.hint) from error
         for key, value in beside.items():
@@ -109,6 +111,7 @@ def describe(paths: Sequence[str]) -> Checkpoint:
 def _add(
     builders: dict[str, _TensorBuilder],
     skipped: dict[str, tuple[Skipped, str]],
+    interned: dict[object, Any],
     reader: EntryReader,
     rank: int,
     path: str,
@@ -138,7 +141,7 @@ def _add(
                 f"a tensor here, but none ({skipped[name][0].kind}) in {skipped[name][1]}"
             )
         if builder is None:
-            builder = builders[name] = _TensorBuilder(name, entry, path)
+            builder = builders[name] = _TensorBuilder(name, entry, path, interned)
         builder.add(rank, path, entry)
     except SourceError as error:
         raise type(error)(f"key '{name}': {error}", hint=error.hint) from error
@@ -221,8 +224,10 @@ def _ranges(numbers: Iterable[int]) -> str:
 class _TensorBuilder:
     """Collects what the rank files say of one key and checks each against the first."""
 
-    def __init__(self, name: str, entry: Entry, path: str) -> None:
+    def __init__(self, name: str, entry: Entry, path: str, interned: dict[object, Any]) -> None:
         self.name = name
+        # Tensors share layouts too, so that each is worked out once per shape.
+        self.interned = interned
         self.first = entry
         self.first_path = path
         self.ranks = array("i")
@@ -276,30 +281,30 @@ class _TensorBuilder:
     def _add_mesh(self, rank: int, entry: MeshEntry) -> None:
         assert isinstance(self.first, MeshEntry)
         first = self.first
-        for what, found, expected in (
-            ("global shape", list(entry.shape), list(first.shape)),
-            ("dtype", entry.view.dtype, first.view.dtype),
-            ("placements", str(entry.sharding), str(first.sharding)),
-            ("shard_order", entry.sharding.shard_order, first.sharding.shard_order),
-            (
-                "use_strided_shard_as_shard_order",
-                entry.sharding.strided_is_order,
-                first.sharding.strided_is_order,
-            ),
-        ):
-            if found != expected:
-                raise InconsistentRanksError(
-                    f"{what} {found} here, {expected} in {self.first_path}"
-                )
-        mesh = entry.mesh
-        if rank not in mesh.ranks:
+        here, there = entry.sharding, first.sharding
+        if (entry.shape, entry.view.dtype, here) != (first.shape, first.view.dtype, there):
+            for what, found, expected in (
+                ("global shape", list(entry.shape), list(first.shape)),
+                ("dtype", entry.view.dtype, first.view.dtype),
+                ("placements", str(here), str(there)),
+                ("shard_order", here.shard_order, there.shard_order),
+                (
+                    "use_strided_shard_as_shard_order",
+                    here.strided_is_order,
+                    there.strided_is_order,
+                ),
+            ):
+                if found != expected:
+                    raise InconsistentRanksError(
+                        f"{what} {found} here, {expected} in {self.first_path}"
+                    )
+        if entry.position is None:
             if 0 not in entry.view.sizes:
                 raise PlacementError(
-                    f"rank {rank} holds data, but is not in its device mesh {mesh}"
+                    f"rank {rank} holds data, but is not in its device mesh {entry.mesh}"
                 )
             return
-        position = mesh_positions(mesh.shape, mesh.ranks)[mesh.ranks.index(rank)]
-        expected_sizes = local_shape(entry.shape, entry.sharding, position)
+        expected_sizes = local_shape(entry.shape, entry.sharding, entry.position)
         # A shard without elements may have lost its other dims (torch makes it [0]).
         if entry.view.sizes != expected_sizes and not (
             0 in expected_sizes and 0 in entry.view.sizes
@@ -308,7 +313,7 @@ class _TensorBuilder:
                 f"local shard has shape {list(entry.view.sizes)}, rank {rank} of "
                 f"{entry.sharding} should hold {list(expected_sizes)} of {list(entry.shape)}"
             )
-        self.meshes.append(mesh)
+        self.meshes.append(entry.mesh)
         self._add_extent(rank, entry.view)
 
     def _add_boxes(self, rank: int, path: str, entry: BoxEntry) -> None:
@@ -335,28 +340,29 @@ class _TensorBuilder:
             return self._mesh_layout(self.first, rank_files)
         if isinstance(self.first, BoxEntry):
             return self._box_layout(self.first, rank_files)
-        return PlainLayout(tuple(self.ranks)), self.extents
+        ranks = tuple(self.ranks)
+        return self.interned.setdefault(ranks, PlainLayout(ranks)), self.extents
 
     def _mesh_layout(
         self, first: MeshEntry, rank_files: Mapping[int, str]
     ) -> tuple[MeshLayout, Extents]:
         slots = {rank: slot for slot, rank in enumerate(self.ranks)}
-        meshes = list(dict.fromkeys(mesh.ranks for mesh in self.meshes))
+        meshes = list({id(mesh): mesh for mesh in self.meshes}.values())
         if not meshes:
             raise PlacementError("no rank of its device mesh holds it")
         extents = Extents()
         for mesh in meshes:
-            for rank in mesh:
+            for rank in mesh.ranks:
                 slot = slots.get(rank)
                 if slot is None:
                     raise PlacementError(
-                        f"the device mesh {list(mesh)} spreads it over rank {rank}, but "
+                        f"the device mesh {mesh} spreads it over rank {rank}, but "
                         f"{rank_files[rank]} does not hold it"
                     )
-                if self.meshes[slot].ranks != mesh:
+                if self.meshes[slot] is not mesh:
                     raise InconsistentRanksError(
-                        f"rank {rank} is in the device mesh {list(mesh)} by the file of another "
-                        f"rank, in {list(self.meshes[slot].ranks)} by {rank_files[rank]}"
+                        f"rank {rank} is in the device mesh {mesh} by the file of another "
+                        f"rank, in {self.meshes[slot]} by {rank_files[rank]}"
                     )
                 extents.add(
                     self.extents.files[slot],
@@ -365,7 +371,13 @@ class _TensorBuilder:
                     self.extents.strides.get(slot),
                     slot in self.extents.conjugated,
                 )
-        return MeshLayout(first.sharding, first.mesh.dim_names, tuple(meshes)), extents
+        key = (first.sharding, first.mesh.dim_names, *map(id, meshes))
+        layout = self.interned.get(key)
+        if layout is None:
+            ranks = tuple(mesh.ranks for mesh in meshes)
+            layout = MeshLayout(first.sharding, first.mesh.dim_names, ranks)
+            self.interned[key] = layout
+        return layout, extents
 
     def _box_layout(
         self, first: BoxEntry, rank_files: Mapping[int, str]
