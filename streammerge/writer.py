@@ -1,8 +1,9 @@
 """Puts the bytes of a plan into a staging directory. Decides nothing.
 
-Ranges that are contiguous on both sides are copied by the kernel; the rest goes through bands, one
-buffer per thread. Files have their full size from the start, so threads work on separate ranges;
-the disk writes what is copied already while the rest is copied.
+Ranges that are contiguous on both sides are copied by the kernel, or through a small buffer where
+that turns out to be faster; the rest goes through bands, one buffer per thread. Files have their
+full size from the start, so threads work on separate ranges, and the disk writes what is copied
+already while the rest is copied.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import errno
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -33,6 +35,8 @@ from streammerge.values import (
 )
 
 _CALL_SIZE = 64 << 20  # most bytes per kernel copy, so that progress and Ctrl-C get a turn
+_COPY_BUFFER = 1 << 20  # copies through a buffer stay in the processor's cache
+_CONTEST_SIZE = 64 << 20  # bytes that each way of copying gets to show its speed
 _BATCH_SIZE = 8 << 20  # small copies are handed out together
 _BATCH_COUNT = 256
 _BAND_SIZE = 2 << 20  # larger bands leave the processor's cache and take twice the time
@@ -51,7 +55,10 @@ class _Target:
     pending: int = 0
     complete: bool = False
     unsynced: int = 0
+    shared: bool = False  # by several threads
     lock: threading.Lock = field(default_factory=threading.Lock)
+    # Held while writing: the file system has a lock of its own for that, but spins on it.
+    writing: threading.Lock = field(default_factory=threading.Lock)
 
     def close(self) -> None:
         """Close the file, once."""
@@ -116,7 +123,7 @@ def write_files(
         with _Syncer() as syncer:
             run(
                 _jobs(plan, directory, targets, syncer),
-                partial(_make_worker, plan, sources, syncer),
+                partial(_make_worker, plan, sources, syncer, _Contest()),
                 plan.workers,
                 on_progress,
                 TORCH_STACK_SIZE if arithmetic else STACK_SIZE,
@@ -150,6 +157,7 @@ def _jobs(
             return
         stream = min(streams, key=lambda stream: stream[0].pending)
         target, jobs = stream
+        target.shared = len(streams) < plan.workers
         job = next(jobs, None)
         if job is None:
             streams.remove(stream)
@@ -224,22 +232,33 @@ def _band_jobs(
 
 
 def _make_worker(
-    plan: Plan, sources: Sources, syncer: _Syncer, team: Team
+    plan: Plan, sources: Sources, syncer: _Syncer, contest: _Contest, team: Team
 ) -> Callable[[_CopyJob | _BandJob], None]:
     buffer = BandBuffer(0)
 
-    def work(job: _CopyJob | _BandJob) -> None:
+    def make_room(nbytes: int) -> None:
         nonlocal buffer
+        if len(buffer.memory) < nbytes:
+            buffer = BandBuffer(nbytes)
+
+    def work(job: _CopyJob | _BandJob) -> None:
         if isinstance(job, _CopyJob):
+            started = time.perf_counter()
+            by_kernel = contest.kernel_next(job.target.shared)
+            if not by_kernel:
+                make_room(min(_COPY_BUFFER, plan.buffer_size))
             for piece in job.ranges:
-                _copy_range(piece, job.target, sources, plan.buffer_size)
+                if by_kernel:
+                    _copy_range(piece, job.target, sources, plan.buffer_size)
+                else:
+                    _read_and_write(piece, job.target, sources, buffer.memory)
                 team.advance(piece.nbytes)
+            contest.record(by_kernel, job.nbytes, time.perf_counter() - started)
         else:
-            needed = buffer_nbytes(job.output.value, job.band.numel)
-            if len(buffer.memory) < needed:
-                buffer = BandBuffer(needed)
+            make_room(buffer_nbytes(job.output.value, job.band.numel))
             data = evaluate(job.output.value, job.band, sources, buffer)
-            _write(job.target, data, job.offset)
+            with job.target.writing:
+                _write(job.target, data, job.offset)
             team.advance(len(data))
         target = job.target
         with target.lock:
@@ -272,7 +291,7 @@ def _copy_range(piece: _Range, target: _Target, sources: Sources, buffer_size: i
     """Copy in the kernel where it can, else through a small buffer."""
     start = sources.member_offset(piece.file, piece.member) + piece.start
     done = 0
-    with sources.descriptor(piece.file) as source:
+    with target.writing, sources.descriptor(piece.file) as source:
         for method in (_copy_file_range, _send_file):
             try:
                 done += method(
@@ -283,13 +302,21 @@ def _copy_range(piece: _Range, target: _Target, sources: Sources, buffer_size: i
                     raise _copy_error(piece, start, target, sources, error) from error
             if done == piece.nbytes:
                 return
-        size = min(buffer_size, piece.nbytes - done)
-        buffer = memoryview(bytearray(size))
-        while done < piece.nbytes:
-            part = buffer[: piece.nbytes - done]
-            sources.read(piece.file, start + done, [part])
+    rest = _Range(
+        piece.file, piece.member, piece.start + done, piece.offset + done, piece.nbytes - done
+    )
+    buffer = memoryview(bytearray(min(buffer_size, _COPY_BUFFER, rest.nbytes)))
+    _read_and_write(rest, target, sources, buffer)
+
+
+def _read_and_write(piece: _Range, target: _Target, sources: Sources, buffer: memoryview) -> None:
+    """Copy through a buffer, holding the target only while writing."""
+    start = sources.member_offset(piece.file, piece.member) + piece.start
+    for done in range(0, piece.nbytes, len(buffer)):
+        part = buffer[: piece.nbytes - done]
+        sources.read(piece.file, start + done, [part])
+        with target.writing:
             _write(target, part, piece.offset + done)
-            done += len(part)
 
 
 def _copy_file_range(source: int, target: _Target, start: int, offset: int, nbytes: int) -> int:
@@ -390,6 +417,37 @@ def _sync(target: _Target) -> None:
         os.fsync(target.fd)
     except OSError as error:
         raise _target_error(target.path, error) from error
+
+
+class _Contest:
+    """Finds out which way of copying is faster here: by the kernel or through a buffer.
+
+    The kernel saves a pass through this process, and a file server can copy on its own. But where
+    source and target do not start at the same place of a page it splits every page. The kernel
+    begins; files that several threads share go on through buffers, as these let one thread read
+    while another has the file to write to.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._nbytes = {True: 0, False: 0}
+        self._seconds = {True: 0.0, False: 0.0}
+
+    def kernel_next(self, shared: bool) -> bool:
+        """Whether the kernel does the next copy, to a file that threads share or not."""
+        with self._lock:
+            if self._nbytes[True] < _CONTEST_SIZE:
+                return True
+            if shared or self._nbytes[False] < _CONTEST_SIZE:
+                return False
+            rates = {way: self._nbytes[way] / self._seconds[way] for way in (True, False)}
+            return rates[True] >= rates[False]
+
+    def record(self, by_kernel: bool, nbytes: int, seconds: float) -> None:
+        """Count a finished copy."""
+        with self._lock:
+            self._nbytes[by_kernel] += nbytes
+            self._seconds[by_kernel] += max(seconds, 1e-9)
 
 
 class _Syncer:
