@@ -154,7 +154,7 @@ def compare_replicas(
         raise UsageError(f"unknown device {device!r}, expected one of {', '.join(DEVICES)}")
     tensors, nbytes = replica_amount(checkpoint, mode)
     place = _choose_device(device, nbytes)
-    equal = _torch_equal(place) if place == "cuda" or "torch" in sys.modules else _bytes_equal
+    equal = _torch_equal(place) if place == "cuda" or sys.modules.get("torch") else _bytes_equal
     differing: dict[str, dict[int, _Found]] = {}
 
     def make_worker(team: Team) -> Callable[[_Job], None]:

@@ -20,7 +20,7 @@ from functools import partial
 from streammerge.adapt import Output
 from streammerge.assets import Asset
 from streammerge.bands import Band, bands, copy_steps
-from streammerge.errors import NoSpaceError, SourceError, TargetError
+from streammerge.errors import NoSpaceError, SourceError, TargetError, UnsupportedError
 from streammerge.header import INDEX_FILE, tensor_nbytes
 from streammerge.parallel import STACK_SIZE, TORCH_STACK_SIZE, Team, run, start_threads
 from streammerge.planner import OutputFile, Plan
@@ -117,7 +117,7 @@ def write_files(
     """
     arithmetic = any(needs_torch(output.value) for file in plan.files for output in file.outputs)
     if arithmetic:
-        import torch  # noqa: F401  (here, as importing it needs more stack than the threads have)
+        _import_torch()
     targets: list[_Target] = []
     try:
         with _Syncer() as syncer:
@@ -135,6 +135,17 @@ def write_files(
         _write_bytes(os.path.join(directory, INDEX_FILE), plan.index)
     for asset in plan.assets:
         _copy_asset(asset, directory)
+
+
+def _import_torch() -> None:
+    # Before the threads start, as importing needs more stack than they have.
+    try:
+        import torch  # noqa: F401
+    except ImportError as error:
+        raise UnsupportedError(
+            f"converting dtypes needs torch, which cannot be imported ({error})",
+            hint="install torch, or leave --dtype away",
+        ) from error
 
 
 def _jobs(
@@ -251,7 +262,7 @@ def _make_worker(
                 if by_kernel:
                     _copy_range(piece, job.target, sources, plan.buffer_size)
                 else:
-                    _read_and_write(piece, job.target, sources, buffer.memory)
+                    _read_and_write(piece, job.target, sources, buffer.memory[:_COPY_BUFFER])
                 team.advance(piece.nbytes)
             contest.record(by_kernel, job.nbytes, time.perf_counter() - started)
         else:

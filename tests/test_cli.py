@@ -1019,3 +1019,16 @@ def test_the_same_answer_without_torch(tmp_path: Path) -> None:
         checkpoints.save_plain(tmp_path / name, [{"w": copy} for copy in copies])
         done = process("merge", tmp_path / name, tmp_path / f"{name} merged", "--quiet")
         assert done.code == (0 if equal else 1), (name, done)
+
+
+def test_converting_without_torch_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    source, target = checkpoints.DATA / "fsdp2_w4__t213", tmp_path / "merged"
+
+    assert main(["merge", str(source), str(target), "--dtype", "float16"]) == 1
+
+    assert "converting dtypes needs torch" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+    assert main(["merge", str(source), str(target)]) == 0
