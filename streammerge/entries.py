@@ -161,12 +161,11 @@ class EntryReader:
                     f"local tensor {list(tensor.sizes)} of {dtype} reaches byte "
                     f"{(last + 1) * itemsize:,} of a storage of {stored:,} bytes"
                 )
-        elif tensor.offset * itemsize > stored:
-            raise CorruptFileError(f"local tensor starts outside its storage of {stored:,} bytes")
         contiguous = _is_contiguous(tensor.sizes, tensor.strides)
         return View(
             member,
-            tensor.offset * itemsize,
+            # Where nothing is read, the offset means nothing; it may lie behind the storage.
+            0 if 0 in tensor.sizes else tensor.offset * itemsize,
             dtype,
             tensor.sizes,
             None if contiguous else tensor.strides,
