@@ -304,7 +304,7 @@ def unwrap(root: object) -> tuple[Mapping[object, object], Mapping[object, objec
     """
     if not isinstance(root, dict):
         raise UnsupportedError(
-            f"it holds a {_kind(root)}, not a dict of tensors", hint="is it a model's rank file?"
+            f"it holds a {kind_of(root)}, not a dict of tensors", hint="is it a model's rank file?"
         )
     nested = {
         key: value
@@ -329,10 +329,6 @@ def unwrap(root: object) -> tuple[Mapping[object, object], Mapping[object, objec
 
 def kind_of(value: object) -> str:
     """What an entry that is no tensor is, for people."""
-    return _kind(value)
-
-
-def _kind(value: object) -> str:
     if isinstance(value, stand_ins.Record):
         return "object"
     return "None" if value is None else type(value).__name__
@@ -375,7 +371,7 @@ def _read_placements(value: object, ndim: int) -> tuple[Placement, ...]:
                     raise CorruptFileError(f"a placement with split factor {brief(factor)}")
                 placements.append(StridedShard(dim, factor))
         else:
-            raise UnsupportedError(f"a placement of an unknown kind ({_kind(record)})")
+            raise UnsupportedError(f"a placement of an unknown kind ({kind_of(record)})")
     return tuple(placements)
 
 

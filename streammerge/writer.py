@@ -494,7 +494,8 @@ class _Syncer:
         while (item := self._queue.get()) is not None:
             target, finished = item
             try:
-                if not self._given_up and self._error is None:
+                # A flush may come after the end of its file, put by a thread that was held up.
+                if not self._given_up and self._error is None and target.fd >= 0:
                     _sync(target)
             except BaseException as error:
                 self._error = error

@@ -815,3 +815,13 @@ def test_a_source_that_grows_while_it_is_copied(
         streammerge.write(plan, tmp_path / "merged", progress=progress)
     assert done.is_set()
     assert not (tmp_path / "merged").exists()
+
+
+def test_a_flush_that_comes_after_the_end_of_its_file(tmp_path: Path) -> None:
+    from streammerge import writer
+
+    target = writer._create(str(tmp_path / "file"), 10)
+    with writer._Syncer() as syncer:
+        syncer.put(target, True)
+        syncer.put(target, False)  # by a thread that was held up
+    assert target.fd == -1
