@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from streammerge.placement import Box, row_major_strides
 
 MIN_RUN_BYTES = 64  # below this, picking elements apart is faster than one buffer per run
-_MIN_SCATTER_BYTES = 4096  # below this, skipping unused bytes costs more than reading them
+_MIN_SCATTER_BYTES = 4096  # below this, a read per run costs more than picking elements apart
+_MIN_SKIP_BYTES = 32 << 10  # below this, skipping unused bytes costs more than reading them
 _MIN_DENSITY = 4  # read a span at once if at least one in so many of its elements is wanted
 
 
@@ -307,7 +308,7 @@ def _scatter(
     size, source, band_stride = dims[widest]
     inner_nbytes = nbytes - (size - 1) * source * itemsize
     gap = source * itemsize - inner_nbytes
-    sparse = wanted * _MIN_DENSITY < span and max(inner_nbytes, gap) >= _MIN_SCATTER_BYTES
+    sparse = wanted * _MIN_DENSITY < span and max(inner_nbytes, gap) >= _MIN_SKIP_BYTES
     if source == 0 or (nbytes <= scratch and not sparse):
         yield Scatter(start * itemsize, nbytes, tuple(dims), target, itemsize)
         return

@@ -5,6 +5,13 @@ Source: ``safetensors`` 0.8 (``Dtype`` in its Rust crate) and ``torch.storage``.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from streammerge.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    import torch
+
 # safetensors name -> bytes per stored element. In this order the reference writer lays tensors
 # out: by dtype, then by name. F4 packs two values in a stored byte (torch.float4_e2m1fn_x2).
 ITEMSIZE: dict[str, int] = {
@@ -109,3 +116,19 @@ FLOATING: frozenset[str] = frozenset(
         "F8_E5M2",
     }
 )
+
+
+def torch_dtype(dtype: str) -> torch.dtype:
+    """torch's dtype of a safetensors name.
+
+    Raises:
+        UnsupportedError: the installed torch has none.
+    """
+    import torch
+
+    found = getattr(torch, TO_TORCH[dtype], None)
+    if not isinstance(found, torch.dtype):
+        raise UnsupportedError(
+            f"the installed torch {torch.__version__} has no dtype {TO_TORCH[dtype]}"
+        )
+    return found

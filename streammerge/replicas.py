@@ -17,9 +17,11 @@ from streammerge.bands import Band, bands
 from streammerge.checkpoint import Checkpoint, Chunk, MeshLayout, Tensor
 from streammerge.dtypes import ITEMSIZE
 from streammerge.errors import ReplicaMismatchError, UsageError
+from streammerge.evaluate import band_numel, buffer_nbytes
 from streammerge.parallel import STACK_SIZE, TORCH_STACK_SIZE, Team, run
+from streammerge.reader import BandBuffer, read_shard
 from streammerge.sources import Sources
-from streammerge.values import BandBuffer, Stored, band_numel, buffer_nbytes, read_shard
+from streammerge.values import Stored
 
 if TYPE_CHECKING:
     import torch
@@ -165,7 +167,7 @@ def compare_replicas(
             value = Stored(job.tensor)
             numel = min(math.prod(job.chunk.box.sizes), band_numel(value, buffer_size // 2))
             needed = buffer_nbytes(value, numel)
-            if len(first.memory) < needed:
+            if len(first) < needed:
                 first, other = BandBuffer(needed), BandBuffer(needed)
             found = _compare(job, numel, sources, first, other, equal, team)
             if found:
@@ -221,16 +223,21 @@ def _compare(
     found: dict[int, _Found] = {}
     for band in bands(chunk.box.sizes, itemsize, numel * itemsize, chunk.box.offsets):
         nbytes = band.numel * itemsize
-        read_shard(tensor, chunk, job.slots[0], band, sources, first)
+        _read_copy(job, job.slots[0], band, sources, first)
         team.advance(nbytes)
         for slot in job.slots[1:]:
             if ranks[slot] not in found:
-                read_shard(tensor, chunk, slot, band, sources, other)
+                _read_copy(job, slot, band, sources, other)
                 if not equal(first.data, other.memory[:nbytes]):
                     index = _first_difference(first.memory, other.memory, band, itemsize)
                     found[ranks[slot]] = _Found(ranks[job.slots[0]], index)
             team.advance(nbytes)
     return found
+
+
+def _read_copy(job: _Job, slot: int, band: Band, sources: Sources, buffer: BandBuffer) -> None:
+    strides = job.tensor.extents.strides.get(slot)
+    read_shard(job.tensor, job.chunk.box, slot, strides, band, sources, buffer)
 
 
 def _first_difference(

@@ -46,11 +46,13 @@ from streammerge.checkpoint import (
     Tensor,
 )
 from streammerge.dtypes import FLOATING, ITEMSIZE, TO_TORCH
+from streammerge.evaluate import band_numel, buffer_nbytes, evaluate
 from streammerge.placement import Box, Replicate, Shard, Sharding, StridedShard, local_boxes
 from streammerge.placement import iter_positions as positions
+from streammerge.reader import BandBuffer
 from streammerge.sources import Sources
 from streammerge.torchfile import read_torch_file
-from streammerge.values import BandBuffer, Cast, Stored, band_numel, buffer_nbytes, evaluate
+from streammerge.values import Cast, Stored
 
 KIB = 1 << 10
 
