@@ -1,0 +1,1 @@
+"""Tables that ship with the package, and the scripts that make them."""
