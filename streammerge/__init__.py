@@ -32,13 +32,14 @@ from streammerge.errors import (
     UsageError,
 )
 from streammerge.formats import describe
-from streammerge.pipeline import Progress, Report, compare, merge, write
-from streammerge.planner import Plan, plan
+from streammerge.pipeline import Adaptation, Progress, Report, compare, merge, plan, write
+from streammerge.planner import Plan
 from streammerge.replicas import Comparison, Difference, merge_non_dtensor_shards
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Adaptation",
     "Checkpoint",
     "CheckpointNotFoundError",
     "Comparison",

@@ -3,10 +3,23 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from fnmatch import fnmatch
 
-from streammerge.errors import SourceError
+from streammerge.config import JsonObject, parse_json
+from streammerge.errors import CheckpointNotFoundError, CorruptFileError, SourceError
+
+CONFIG = "config.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_FILE = "adapter_model.safetensors"
+ADAPTER_DIRECTORY = "lora_adapter"  # where verl puts an adapter beside a model
+VALUE_HEAD_FILE = "value_head.safetensors"
+# verl writes the first beside its rank files; the others are PEFT's.
+_LORA_META = "lora_train_meta.json"
+_ADAPTER_CONFIGS = (os.path.join(ADAPTER_DIRECTORY, ADAPTER_CONFIG), ADAPTER_CONFIG)
+_MAX_JSON_BYTES = 64 << 20
 
 # Weights, their indexes, and what belongs to a training run: never copied. A stale weights file
 # beside a new index would be loaded instead of ours, without a warning.
@@ -50,6 +63,58 @@ class Asset:
     size: int
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class SideFiles:
+    """What is beside the weights of a checkpoint.
+
+    Attributes:
+        directory: the folder that is copied from; None if there is none.
+        assets: the files to copy.
+        left_out: names of those that are not copied.
+        texts: the JSON files that a merge may edit: name -> bytes.
+        lora_meta, adapter_config: what says how an adapter was trained, if there is such a file.
+    """
+
+    directory: str | None
+    assets: tuple[Asset, ...] = ()
+    left_out: tuple[str, ...] = ()
+    texts: Mapping[str, bytes] = field(default_factory=dict)
+    lora_meta: JsonObject | None = None
+    adapter_config: JsonObject | None = None
+
+    def parsed(self, name: str) -> JsonObject | None:
+        """A JSON file that may be edited, parsed; None if there is none.
+
+        Raises:
+            CorruptFileError: it is no JSON object.
+        """
+        data = self.texts.get(name)
+        return None if data is None else parse_json(data, f"{self.directory}/{name}")
+
+
+def find_side_files(directory: str | None, roots: Sequence[str]) -> SideFiles:
+    """What is beside the weights.
+
+    Args:
+        directory: the folder with config and tokenizer; None if there is none.
+        roots: folders in which the settings of an adapter may be, besides that one.
+
+    Raises:
+        SourceError: a file or folder that cannot be read.
+        CorruptFileError: the settings of an adapter are no JSON object.
+    """
+    folders = [*roots, *([] if directory is None else [directory])]
+    meta = _first_json(os.path.join(folder, _LORA_META) for folder in folders)
+    adapter = _first_json(os.path.join(f, name) for f in folders for name in _ADAPTER_CONFIGS)
+    if directory is None:
+        return SideFiles(None, lora_meta=meta, adapter_config=adapter)
+    if not os.path.isdir(directory):
+        raise CheckpointNotFoundError(f"{directory}: no such directory for side files")
+    assets, left_out = find_assets(directory)
+    texts = {a.name: _read(a.path) for a in assets if a.name in (CONFIG, TOKENIZER_CONFIG)}
+    return SideFiles(directory, assets, left_out, texts, meta, adapter)
+
+
 def find_assets(directory: str) -> tuple[tuple[Asset, ...], tuple[str, ...]]:
     """The files of a directory to copy, and the names of those left out, both in order of names.
 
@@ -86,3 +151,21 @@ def find_assets(directory: str) -> tuple[tuple[Asset, ...], tuple[str, ...]]:
                 continue
             assets.append(Asset(path, relative.replace(os.sep, "/"), size))
     return tuple(assets), tuple(left_out)
+
+
+def _first_json(paths: Iterator[str]) -> JsonObject | None:
+    for path in paths:
+        if os.path.isfile(path):
+            return parse_json(_read(path), path)
+    return None
+
+
+def _read(path: str) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            data = file.read(_MAX_JSON_BYTES + 1)
+    except OSError as error:
+        raise SourceError(f"{path}: {error.strerror}") from error
+    if len(data) > _MAX_JSON_BYTES:
+        raise CorruptFileError(f"{path}: larger than {_MAX_JSON_BYTES:,} bytes, so no such file")
+    return data

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from streammerge.dtypes import ITEMSIZE, PACKING
@@ -93,6 +93,10 @@ class Extents:
         if conj:
             self.conjugated.add(slot)
         return slot
+
+    def shifted(self, count: int) -> Extents:
+        """The same with `count` more in every index of a file."""
+        return replace(self, files=array("i", (file + count for file in self.files)))
 
     def __len__(self) -> int:
         return len(self.files)
@@ -287,6 +291,20 @@ class Checkpoint:
     def nbytes(self) -> int:
         """Bytes of all tensors, each counted once."""
         return sum(tensor.nbytes for tensor in self.tensors)
+
+    def shifted(self, count: int) -> Checkpoint:
+        """The same with its files behind `count` others: each index of a file is that much more."""
+        tensors = (replace(t, extents=t.extents.shifted(count)) for t in self.tensors)
+        return replace(self, tensors=tuple(tensors))
+
+    def followed_by(self, other: Checkpoint) -> Checkpoint:
+        """This checkpoint and another, which is `shifted` by the number of files of this one."""
+        return replace(
+            self,
+            files=self.files + other.files,
+            tensors=self.tensors + other.tensors,
+            directories=self.directories + other.directories,
+        )
 
     def meshes(self) -> Iterator[tuple[tuple[int, ...], tuple[str, ...] | None, int]]:
         """The distinct device meshes: (shape, dim names, number of parallel ones)."""

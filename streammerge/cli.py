@@ -12,26 +12,31 @@ import traceback
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import streammerge
-from streammerge.adapt import DTYPES
+from streammerge.arguments import check_parser, inspect_parser, merge_parser, upload_parser
+from streammerge.checks.directory import check_directory
+from streammerge.checks.model import check_model
 from streammerge.errors import StreamMergeError, TargetError, UsageError
 from streammerge.formats import describe
-from streammerge.pipeline import check_plan_target, merge
-from streammerge.planner import DEFAULT_MEMORY, DEFAULT_SHARD_SIZE, plan
+from streammerge.pipeline import check_plan_target, merge, plan
 from streammerge.progress import ProgressDisplay
 from streammerge.publisher import missing_space, resolve_target
 from streammerge.render import (
     checkpoint_json,
     checkpoint_text,
     difference_lines,
+    findings_json,
+    findings_text,
     plan_json,
     plan_text,
     report_json,
     report_text,
+    upload_json,
+    upload_text,
 )
-from streammerge.replicas import DEVICES, MODES
+from streammerge.upload import Upload, check_upload, upload
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
@@ -48,6 +53,8 @@ Merge sharded training checkpoints into a Hugging Face directory, streaming.
 commands:
   merge SRC [SRC ...] DST   merge a checkpoint into the new directory DST
   inspect SRC [SRC ...]     show what a checkpoint holds, without reading its data
+  check DIR                 check that a merged directory holds together
+  upload DIR REPO           upload a merged directory to the Hugging Face Hub
 
 'streammerge COMMAND --help' shows the options of a command.
 
@@ -58,11 +65,6 @@ exit codes: 0 done, 1 failed, 2 wrong usage, 3 contents differ, 130 interrupted,
 
 class _Terminated(BaseException):
     """SIGTERM, as an exception, so that everything is cleaned up."""
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(message, hint=f"{self.prog} --help")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -97,10 +99,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             as_json,
             EXIT_USAGE if isinstance(error, UsageError) else EXIT_FAILED,
         )
-    except KeyboardInterrupt:
-        return _fail("interrupted; nothing was published", None, as_json, EXIT_INTERRUPTED)
-    except _Terminated:
-        return _fail("terminated; nothing was published", None, as_json, EXIT_TERMINATED)
+    except KeyboardInterrupt as error:
+        # An upload says itself what was done before.
+        message = str(error) or "interrupted; nothing was published"
+        with _SignalsIgnored():  # a second Ctrl-C says nothing new
+            return _fail(message, None, as_json, EXIT_INTERRUPTED)
+    except _Terminated as error:
+        message = str(error) or "terminated; nothing was published"
+        with _SignalsIgnored():
+            return _fail(message, None, as_json, EXIT_TERMINATED)
     except BrokenPipeError:
         # Whoever read our output has seen enough. Python would complain again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -116,97 +123,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
 
 
-def merge_parser() -> argparse.ArgumentParser:
-    """The arguments of ``merge``."""
-    parser = _Parser(
-        prog="streammerge merge",
-        usage="streammerge merge SRC [SRC ...] DST [options]",
-        description="Merge a sharded checkpoint into a Hugging Face directory.",
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        "paths",
-        nargs="*",
-        default=[],
-        metavar="SRC ... DST",
-        help="directories of the checkpoint (or a parent of the only one below it), then the "
-        "directory to create",
-    )
-    output = parser.add_argument_group("output")
-    output.add_argument(
-        "--dtype",
-        choices=DTYPES,
-        default="keep",
-        help="convert floating-point tensors (default: keep)",
-    )
-    output.add_argument(
-        "--max-shard-size",
-        metavar="SIZE",
-        default=DEFAULT_SHARD_SIZE,
-        help="largest safetensors file, as 5GB or 4GiB (default: %(default)s)",
-    )
-    output.add_argument(
-        "--raw",
-        action="store_true",
-        help="write exactly what the checkpoint holds: names, ties, dtypes (today the default)",
-    )
-    output.add_argument("--overwrite", action="store_true", help="replace an earlier result")
-    output.add_argument("--dry-run", action="store_true", help="print the plan, write nothing")
-    checks = parser.add_argument_group("checks")
-    checks.add_argument(
-        "--replicas",
-        choices=MODES,
-        default="check",
-        help="copies that ranks hold of one value: check them (default), go on with the first "
-        "rank's, or check the copies of sharded weights (HSDP) too",
-    )
-    checks.add_argument(
-        "--device",
-        choices=DEVICES,
-        default="auto",
-        help="where copies are compared (default: a GPU, if there is one and enough to compare)",
-    )
-    running = parser.add_argument_group("running")
-    running.add_argument(
-        "--memory",
-        metavar="SIZE",
-        default=DEFAULT_MEMORY,
-        help="all buffers together (default: %(default)s)",
-    )
-    running.add_argument(
-        "--workers",
-        type=int,
-        metavar="N",
-        help="threads that copy (default: number of cores, at most 4)",
-    )
-    _add_common(parser)
-    return parser
-
-
-def inspect_parser() -> argparse.ArgumentParser:
-    """The arguments of ``inspect``."""
-    parser = _Parser(
-        prog="streammerge inspect",
-        usage="streammerge inspect SRC [SRC ...] [options]",
-        description="Show what a checkpoint holds: layout, meshes, tensors, totals.",
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        "paths", nargs="*", default=[], metavar="SRC", help="directories of the checkpoint"
-    )
-    _add_common(parser)
-    return parser
-
-
-def _add_common(parser: argparse.ArgumentParser) -> None:
-    common = parser.add_argument_group("messages")
-    common.add_argument("--json", action="store_true", help="one JSON object on stdout")
-    volume = common.add_mutually_exclusive_group()
-    volume.add_argument("--quiet", action="store_true", help="only errors")
-    volume.add_argument("--verbose", action="store_true", help="more details")
-    common.add_argument("--debug", action="store_true", help="show tracebacks")
-
-
 def _merge(args: argparse.Namespace) -> int:
     *sources, target = args.paths
     if not sources:
@@ -214,10 +130,13 @@ def _merge(args: argparse.Namespace) -> int:
             f"one path given ({target}), but a source and a target are needed",
             hint="streammerge merge SRC DST",
         )
-    if args.raw and args.dtype != "keep":
-        raise UsageError("--raw keeps dtypes, so it cannot go with --dtype")
+    if args.private and not args.push_to_hub:
+        raise UsageError("--private goes with --push-to-hub")
     if args.dry_run:
         return _dry_run(args, sources, target)
+    if args.push_to_hub:
+        # Hours of merging should not end without a token.
+        check_upload(args.push_to_hub, private=args.private)
     # Threads are ours; a pool inside torch on top of them would only add memory.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     silent = args.quiet or sys.stderr is None or (args.json and not sys.stderr.isatty())
@@ -225,32 +144,57 @@ def _merge(args: argparse.Namespace) -> int:
         report = merge(
             sources,
             target,
-            dtype=args.dtype,
-            max_shard_size=args.max_shard_size,
-            memory=args.memory,
-            workers=args.workers,
             device=args.device,
             replicas=args.replicas,
             overwrite=args.overwrite,
             progress=progress,
+            **_planning(args),
         )
     for line in difference_lines(report.comparison) if report.comparison else ():
-        print(f"streammerge: warning: {line}", file=sys.stderr)  # also with --quiet
+        _warn(line)  # also with --quiet
+    if not args.quiet:
+        for line in report.warnings:
+            _warn(line)
+    shown = not args.quiet and not args.json
+    if shown:
+        print(report_text(report, verbose=args.verbose), flush=True)  # should the upload fail
+    uploaded = _push(args, report.target, args.push_to_hub) if args.push_to_hub else None
     if args.json:
-        _print_json(report_json(report))
-    elif not args.quiet:
-        print(report_text(report, verbose=args.verbose))
+        _print_json(report_json(report) | {"upload": uploaded and upload_json(uploaded)})
+    elif shown and uploaded:
+        print(upload_text(uploaded))
     return EXIT_DONE
 
 
+def _push(args: argparse.Namespace, directory: str, repo: str) -> Upload:
+    progress = not args.quiet and sys.stderr is not None and sys.stderr.isatty()
+    return upload(directory, repo, private=args.private, progress=progress)
+
+
+def _planning(args: argparse.Namespace) -> dict[str, Any]:
+    """The arguments of `plan`."""
+    return {
+        "max_shard_size": args.max_shard_size,
+        "memory": args.memory,
+        "workers": args.workers,
+        "raw": args.raw,
+        "assets": args.assets,
+        "base": args.base,
+        "names_from": args.names_from,
+        "lora_mode": args.lora,
+        "lora_alpha": args.lora_alpha,
+        "rslora": args.rslora,
+        "keep_packed": args.keep_packed,
+        "transpose_experts": args.transpose_experts and args.transpose_experts == "yes",
+        "untie": args.untie,
+        "dtype": args.dtype,
+        "keep_dtype": args.keep_dtype,
+        "compat": args.compat,
+    }
+
+
 def _dry_run(args: argparse.Namespace, sources: list[str], target: str) -> int:
-    decided = plan(
-        describe(sources),
-        dtype=args.dtype,
-        max_shard_size=args.max_shard_size,
-        memory=args.memory,
-        workers=args.workers,
-    )
+    decided = plan(describe(sources), **_planning(args))
     path, refusal = os.path.abspath(target), None
     try:
         path = resolve_target(target)
@@ -274,7 +218,45 @@ def _inspect(args: argparse.Namespace) -> int:
     return EXIT_DONE
 
 
-_COMMANDS = {"merge": (merge_parser, _merge), "inspect": (inspect_parser, _inspect)}
+def _check(args: argparse.Namespace) -> int:
+    if len(args.paths) != 1:
+        raise UsageError("check takes one directory", hint="streammerge check DIR")
+    (directory,) = args.paths
+    findings = check_directory(directory)
+    if not args.no_model:
+        findings += check_model(directory)
+    if args.json:
+        _print_json(findings_json(directory, findings))
+    elif not args.quiet:
+        print(findings_text(directory, findings))
+    failed = any(finding.severity == "error" for finding in findings)
+    return EXIT_DIFFERENT if failed else EXIT_DONE
+
+
+def _upload(args: argparse.Namespace) -> int:
+    if len(args.paths) != 2:
+        raise UsageError(
+            "upload takes a directory and a repository", hint="streammerge upload DIR REPO"
+        )
+    directory, repo = args.paths
+    faults = [f.message for f in check_directory(directory) if f.severity == "error"]
+    if faults:
+        raise TargetError(f"{directory} does not hold together: {faults[0]}")
+    check_upload(repo, private=args.private)
+    uploaded = _push(args, directory, repo)
+    if args.json:
+        _print_json({"directory": directory} | upload_json(uploaded))
+    elif not args.quiet:
+        print(upload_text(uploaded))
+    return EXIT_DONE
+
+
+_COMMANDS = {
+    "merge": (merge_parser, _merge),
+    "inspect": (inspect_parser, _inspect),
+    "check": (check_parser, _check),
+    "upload": (upload_parser, _upload),
+}
 
 
 def _dispatch(arguments: list[str]) -> int:
@@ -297,12 +279,16 @@ def _dispatch(arguments: list[str]) -> int:
     args = parser.parse_intermixed_args(arguments[:end])
     args.paths = [*args.paths, *arguments[end + 1 :]]
     if not args.paths:
-        parser.error("no SRC given")
+        parser.error("no directory given")
     return command(args)
 
 
 def _print_json(value: object) -> None:
     print(json.dumps(value, indent=2))
+
+
+def _warn(line: str) -> None:
+    print(f"streammerge: warning: {line}", file=sys.stderr)
 
 
 def _fail(message: str, hint: str | None, as_json: bool, code: int) -> int:
@@ -313,6 +299,20 @@ def _fail(message: str, hint: str | None, as_json: bool, code: int) -> int:
     if as_json:
         _print_json({"error": line, "hint": hint, "exit_code": code})
     return code
+
+
+class _SignalsIgnored:
+    """Ignores SIGINT and SIGTERM inside the block (in the main thread)."""
+
+    def __enter__(self) -> None:
+        self._previous: dict[int, object] = {}
+        with suppress(ValueError):  # not the main thread: signals are somebody else's
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._previous[number] = signal.signal(number, signal.SIG_IGN)
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
 
 
 class _SigtermAsException:

@@ -1,20 +1,39 @@
-"""The steps in order: describe, compare, plan, write, publish."""
+"""The steps in order: describe, adapt, plan, compare, write, check, publish."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, TypedDict
 
-from streammerge.checkpoint import Skipped
+from streammerge.adapt import Model, adapt, adapt_nothing, draft, question
+from streammerge.assets import find_side_files
+from streammerge.changes import Change
+from streammerge.checkpoint import Checkpoint, Skipped
+from streammerge.checks.directory import check_directory
+from streammerge.errors import TargetError, UsageError
 from streammerge.formats import Sources as SourcePaths
-from streammerge.formats import describe
-from streammerge.planner import DEFAULT_MEMORY, DEFAULT_SHARD_SIZE, Plan, output_names, plan
+from streammerge.formats import describe, safetensors_files
+from streammerge.planner import (
+    DEFAULT_MEMORY,
+    DEFAULT_SHARD_SIZE,
+    Plan,
+    make_plan,
+    output_names,
+    parse_size,
+)
+from streammerge.probe import same_bits
 from streammerge.publisher import Staging, check_space, check_target, resolve_target
 from streammerge.replicas import Comparison, compare_replicas, replica_amount
 from streammerge.sources import Sources
 from streammerge.writer import write_files
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+Path = str | os.PathLike[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +53,35 @@ class Progress:
 OnProgress = Callable[[Progress], None]
 
 
+class Adaptation(TypedDict, total=False):
+    """How a checkpoint becomes a model. Everything may be left away.
+
+    Attributes:
+        raw: write exactly what the checkpoint holds; nothing else may be given with it but
+            `assets`.
+        assets: folder with config, tokenizer and the like, instead of the one that was found.
+        base: Hugging Face directory into which a checkpoint that holds a LoRA adapter only is
+            folded.
+        names_from: Hugging Face directory whose names and layouts the result gets.
+        lora_mode, lora_alpha, rslora, keep_packed, transpose_experts: see `adapt.draft`.
+        untie, dtype, keep_dtype, compat: see `adapt.adapt`.
+    """
+
+    raw: bool
+    assets: Path | None
+    base: Path | None
+    names_from: Path | None
+    lora_mode: str | None
+    lora_alpha: float | None
+    rslora: bool
+    keep_packed: bool
+    transpose_experts: bool | None
+    untie: bool
+    dtype: str
+    keep_dtype: Sequence[str]
+    compat: int | None
+
+
 @dataclass(frozen=True, slots=True)
 class Report:
     """What a merge did.
@@ -49,6 +97,8 @@ class Report:
         comparison: what was compared between ranks; None if nothing was.
         skipped: entries that are no tensors.
         left_out: side files that were not copied.
+        changes: what differs from the checkpoint.
+        warnings: what the user should know, a line each.
     """
 
     target: str
@@ -60,32 +110,36 @@ class Report:
     comparison: Comparison | None
     skipped: tuple[Skipped, ...]
     left_out: tuple[str, ...]
+    changes: tuple[Change, ...]
+    warnings: tuple[str, ...]
 
 
 def merge(
     sources: SourcePaths,
-    target: str | os.PathLike[str],
+    target: Path,
     *,
-    dtype: str = "keep",
     max_shard_size: int | str = DEFAULT_SHARD_SIZE,
-    memory: int | str = DEFAULT_MEMORY,
+    memory: int | str | None = None,
     workers: int | None = None,
     device: str = "auto",
     replicas: str = "check",
     overwrite: bool = False,
     progress: OnProgress | None = None,
+    **adaptation: Unpack[Adaptation],
 ) -> Report:
     """Merge a checkpoint into a Hugging Face directory.
 
     Args:
         sources: directory of the rank files, or several; see `describe`.
         target: directory to create. It does not exist before everything is written.
-        dtype, max_shard_size, memory, workers: see `plan`.
-        device: where copies are compared: ``auto``, ``cpu`` or ``cuda``.
+        max_shard_size, memory, workers: see `planner.make_plan`.
+        device: where copies are compared: ``auto``, ``cpu`` or ``cuda``; with ``cuda``, LoRA folds
+            are computed there too.
         replicas: ``check`` compares what ranks hold without a placement that says so, ``check-all``
             also the copies of sharded weights, ``first`` goes on with the first rank's value.
         overwrite: replace an earlier result.
         progress: called now and then in the calling thread.
+        adaptation: see `Adaptation`.
 
     Returns:
         What was done. Copies that differed (``replicas="first"``) are in its `comparison`.
@@ -96,25 +150,44 @@ def merge(
     started = time.monotonic()
     checkpoint = describe(sources)
     decided = plan(
-        checkpoint, dtype=dtype, max_shard_size=max_shard_size, memory=memory, workers=workers
+        checkpoint, max_shard_size=max_shard_size, memory=memory, workers=workers, **adaptation
     )
     path = resolve_target(os.fspath(target))
     check_plan_target(decided, path, overwrite)
     check_space(path, decided.disk_nbytes)
     comparison = compare(decided, replicas=replicas, device=device, progress=progress)
-    return _write(decided, path, overwrite, progress, comparison, started)
+    return _write(decided, path, overwrite, progress, comparison, device, started)
+
+
+def plan(
+    checkpoint: Checkpoint,
+    *,
+    max_shard_size: int | str = DEFAULT_SHARD_SIZE,
+    memory: int | str | None = None,
+    workers: int | None = None,
+    **adaptation: Unpack[Adaptation],
+) -> Plan:
+    """Decide everything about a merge.
+
+    Of the data, the output head and the input embedding are read, where the config ties them and
+    they are stored twice. Arguments and errors as in `merge`.
+    """
+    buffer_size = parse_size(memory or DEFAULT_MEMORY, "memory")
+    model, whole = _adapt(checkpoint, buffer_size, **adaptation)
+    return make_plan(whole, model, max_shard_size=max_shard_size, memory=memory, workers=workers)
 
 
 def write(
     plan: Plan,
-    target: str | os.PathLike[str],
+    target: Path,
     *,
     overwrite: bool = False,
+    device: str = "auto",
     progress: OnProgress | None = None,
 ) -> Report:
     """Carry out a plan, without comparing copies first. Arguments and errors as in `merge`."""
     path = resolve_target(os.fspath(target))
-    return _write(plan, path, overwrite, progress, None, time.monotonic())
+    return _write(plan, path, overwrite, progress, None, device, time.monotonic())
 
 
 def compare(
@@ -170,12 +243,84 @@ def peak_memory() -> int | None:
     return None
 
 
+def _adapt(
+    checkpoint: Checkpoint,
+    buffer_size: int,
+    *,
+    raw: bool = False,
+    assets: Path | None = None,
+    base: Path | None = None,
+    names_from: Path | None = None,
+    lora_mode: str | None = None,
+    lora_alpha: float | None = None,
+    rslora: bool = False,
+    keep_packed: bool = False,
+    transpose_experts: bool | None = None,
+    untie: bool = False,
+    dtype: str = "keep",
+    keep_dtype: Sequence[str] = (),
+    compat: int | None = None,
+) -> tuple[Model, Checkpoint]:
+    """The model that is made of a checkpoint, and the checkpoint with all that is read for it."""
+    choices = (base, names_from, lora_mode, lora_alpha, rslora, keep_packed, transpose_experts)
+    if raw and (any(choices) or untie or dtype != "keep" or keep_dtype or compat):
+        raise UsageError("raw writes what is stored, so no adaptation goes with it")
+    base_model = _describe_model(base)
+    names_model = _describe_model(names_from)
+    folder = os.fspath(assets) if assets is not None else checkpoint.assets
+    if folder is None and base_model is not None:
+        folder = base_model.root
+    side = find_side_files(folder, checkpoint.directories)
+    whole = checkpoint
+    if base_model is not None:
+        base_model = base_model.shifted(len(checkpoint.files))
+        whole = checkpoint.followed_by(base_model)
+    read = whole.directories + (() if names_model is None else names_model.directories)
+    whole = replace(whole, assets=folder, directories=read)
+    if raw:
+        return adapt_nothing(checkpoint, side), whole
+    drafted = draft(
+        checkpoint,
+        side,
+        base=base_model,
+        base_name=None if base is None else os.fspath(base),
+        names_from=names_model,
+        lora_mode=lora_mode,
+        lora_alpha=lora_alpha,
+        rslora=rslora,
+        keep_packed=keep_packed,
+        transpose_experts=transpose_experts,
+    )
+    equal = None
+    if (asked := question(drafted, side)) is not None:
+        sources = Sources(whole.files)
+        try:
+            equal = same_bits(*asked, sources, buffer_size)
+        finally:
+            sources.close()
+    model = adapt(
+        drafted,
+        side,
+        equal=equal,
+        untie=untie,
+        dtype=dtype,
+        keep_dtype=keep_dtype,
+        compat=compat,
+    )
+    return model, whole
+
+
+def _describe_model(directory: Path | None) -> Checkpoint | None:
+    return None if directory is None else safetensors_files.describe([os.fspath(directory)])
+
+
 def _write(
     plan: Plan,
     target: str,
     overwrite: bool,
     progress: OnProgress | None,
     comparison: Comparison | None,
+    device: str,
     started: float,
 ) -> Report:
     check_plan_target(plan, target, overwrite)
@@ -183,8 +328,15 @@ def _write(
     sources = Sources(plan.checkpoint.files)
     try:
         with Staging(target, overwrite) as staging:
-            write_files(plan, staging.path, sources, _in_phase(progress, "write", plan.nbytes))
+            write_files(
+                plan,
+                staging.path,
+                sources,
+                _in_phase(progress, "write", plan.nbytes),
+                "cuda" if device == "cuda" else "cpu",
+            )
             sources.check_unchanged()
+            _check(staging.path, target, raw=plan.unchecked)
             check_plan_target(plan, target, overwrite)  # it may have appeared meanwhile
             staging.publish()
     finally:
@@ -199,7 +351,22 @@ def _write(
         comparison=comparison,
         skipped=plan.skipped,
         left_out=plan.left_out,
+        changes=plan.changes,
+        warnings=plan.warnings,
     )
+
+
+def _check(staged: str, target: str, *, raw: bool) -> None:
+    """Check a staging directory once more, as it lies on the disk.
+
+    Raises:
+        TargetError: it does not hold together.
+    """
+    findings = check_directory(staged, raw=raw)
+    messages = [f.message.replace(staged, target) for f in findings if f.severity == "error"]
+    if messages:
+        more = f" (and {len(messages) - 1} more)" if len(messages) > 1 else ""
+        raise TargetError(f"the result does not hold together: {messages[0]}{more}")
 
 
 def _in_phase(progress: OnProgress | None, phase: str, total: int) -> Callable[[int], None] | None:

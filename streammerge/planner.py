@@ -1,22 +1,23 @@
-"""Every decision of a merge, taken before the first data byte is read.
+"""How a model is divided into files, and with which memory it is written. Pure.
 
-`plan` is pure but for a look at the sizes of side files: the same checkpoint and options give the
-same plan, down to the bytes of each header.
+The same model and options give the same plan, down to the bytes of each header.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from streammerge.adapt import Output, adapt
-from streammerge.assets import Asset, find_assets
+from streammerge.adapt import Model, Output, Text
+from streammerge.assets import Asset
+from streammerge.changes import Change
 from streammerge.checkpoint import Checkpoint, Skipped
 from streammerge.dtypes import ITEMSIZE
 from streammerge.errors import UsageError
+from streammerge.evaluate import least_buffer
 from streammerge.header import (
     INDEX_FILE,
     encode_header,
@@ -66,11 +67,14 @@ class Plan:
 
     Attributes:
         checkpoint: what it is made of.
-        files: the safetensors files.
-        index: bytes of ``model.safetensors.index.json``; None if there is one file only.
+        files: the safetensors files, first those of the model.
+        texts: the files that are written from memory, the index among them.
         assets: side files that are copied.
         left_out: side files that are not.
         skipped: entries of the checkpoint that are no tensors.
+        changes: what differs from the checkpoint.
+        warnings: what the user should know, a line each.
+        unchecked: whether checking the result makes no sense; see `Model`.
         memory: bytes of all buffers together.
         workers: threads that copy.
         predicted_memory: peak resident bytes of a process that does only this.
@@ -78,10 +82,13 @@ class Plan:
 
     checkpoint: Checkpoint
     files: tuple[OutputFile, ...]
-    index: bytes | None
+    texts: tuple[Text, ...]
     assets: tuple[Asset, ...]
     left_out: tuple[str, ...]
     skipped: tuple[Skipped, ...]
+    changes: tuple[Change, ...]
+    warnings: tuple[str, ...]
+    unchecked: bool
     memory: int
     workers: int
     predicted_memory: int
@@ -96,7 +103,7 @@ class Plan:
         """Bytes of all files of the result."""
         return (
             sum(file.size for file in self.files)
-            + len(self.index or b"")
+            + sum(len(text.data) for text in self.texts)
             + sum(asset.size for asset in self.assets)
         )
 
@@ -106,62 +113,66 @@ class Plan:
         return self.memory // self.workers
 
 
-def plan(
+def make_plan(
     checkpoint: Checkpoint,
+    model: Model,
     *,
-    dtype: str = "keep",
     max_shard_size: int | str = DEFAULT_SHARD_SIZE,
-    memory: int | str = DEFAULT_MEMORY,
+    memory: int | str | None = None,
     workers: int | None = None,
 ) -> Plan:
-    """Decide everything about a merge.
+    """Divide a model into files.
 
     Args:
-        checkpoint: as `describe` gives it.
-        dtype: ``keep``, or what floating-point tensors become (``float32``, ``float16``,
-            ``bfloat16``). Integers, bool and complex tensors stay.
+        checkpoint: what it is made of.
+        model: as `adapt` gives it.
         max_shard_size: limit of a file's tensor data, in bytes or as ``5GB`` or ``4GiB``.
-        memory: all buffers together, in bytes or as ``16MiB``.
-        workers: threads; min(4, cores) if not given.
+        memory: all buffers together, in bytes or as ``16MiB``. `DEFAULT_MEMORY` if not given, or
+            what the largest LoRA fold takes.
+        workers: threads; min(4, cores) if not given, fewer where the memory asks for it.
 
     Raises:
-        UsageError: an option that makes no sense.
+        UsageError: an option that makes no sense, or too little memory for a fold.
         UnsupportedError: a name or a number of tensors that safetensors cannot hold.
     """
     limit = parse_size(max_shard_size, "max shard size")
-    budget = parse_size(memory, "memory")
     if limit < 1:
         raise UsageError("max shard size must be at least 1 byte")
-    if budget < MIN_MEMORY:
-        raise UsageError(f"memory must be at least {MIN_MEMORY:,} bytes, not {budget:,}")
     if workers is not None and workers < 1:
         raise UsageError(f"workers must be at least 1, not {workers}")
     threads = workers or min(4, os.cpu_count() or 1)
-    threads = max(1, min(threads, budget // _MIN_WORKER_MEMORY))
+    budget, least = _budget(model, memory, threads)
+    threads = max(1, min(threads, budget // least))
 
-    outputs = {output.name: output for output in adapt(checkpoint, dtype=dtype)}
+    outputs = {output.name: output for output in model.outputs}
     sizes = {name: output.nbytes for name, output in outputs.items()}
     shards = split_into_shards(sizes, limit)
-    files = tuple(
+    files = [
         _output_file(shard_filename(i, len(shards)), [outputs[name] for name in names])
         for i, names in enumerate(shards)
-    )
-    index = None
-    if len(files) > 1:
+    ]
+    texts = list(model.texts)
+    # Loaders without an index read every *.safetensors of the directory.
+    beside = any("/" not in name for name in model.apart)
+    if len(files) > 1 or (files and beside):
         weight_map = {o.name: file.name for file in files for o in file.outputs}
-        numel = sum(tensor.numel for tensor in checkpoint.tensors)
+        numel = sum(output.numel for output in model.outputs)
         index = encode_index(weight_map, sum(sizes.values()), numel)
-    assets, left_out = find_assets(checkpoint.assets) if checkpoint.assets else ((), ())
+        texts.insert(0, Text(INDEX_FILE, index))
+    files += [_output_file(name, apart) for name, apart in model.apart.items()]
     return Plan(
         checkpoint=checkpoint,
-        files=files,
-        index=index,
-        assets=assets,
-        left_out=left_out,
+        files=tuple(files),
+        texts=tuple(texts),
+        assets=model.assets,
+        left_out=model.left_out,
         skipped=checkpoint.skipped,
+        changes=model.changes,
+        warnings=model.warnings,
+        unchecked=model.unchecked,
         memory=budget,
         workers=threads,
-        predicted_memory=_predict_memory(checkpoint, outputs.values(), budget),
+        predicted_memory=_predict_memory(checkpoint, list(_all_outputs(model)), budget),
     )
 
 
@@ -183,10 +194,31 @@ def parse_size(value: int | str, what: str) -> int:
 
 def output_names(plan: Plan) -> list[str]:
     """Names of all files of the result."""
-    names = [file.name for file in plan.files]
-    if plan.index is not None:
-        names.append(INDEX_FILE)
-    return names + [asset.name for asset in plan.assets]
+    return [part.name for parts in (plan.files, plan.texts, plan.assets) for part in parts]
+
+
+def _all_outputs(model: Model) -> Iterator[Output]:
+    yield from model.outputs
+    for outputs in model.apart.values():
+        yield from outputs
+
+
+def _budget(model: Model, memory: int | str | None, threads: int) -> tuple[int, int]:
+    """Bytes of all buffers together, and the fewest that a thread needs."""
+    largest = max(_all_outputs(model), key=lambda output: least_buffer(output.value))
+    least = max(_MIN_WORKER_MEMORY, least_buffer(largest.value))
+    if memory is None:
+        return max(parse_size(DEFAULT_MEMORY, "memory"), least * threads), least
+    budget = parse_size(memory, "memory")
+    if budget < MIN_MEMORY:
+        raise UsageError(f"memory must be at least {MIN_MEMORY:,} bytes, not {budget:,}")
+    if budget < least:
+        raise UsageError(
+            f"memory of {budget:,} bytes is too little to fold the adapter into "
+            f"'{largest.name}', which takes {least:,}",
+            hint=f"--memory {least} or more, or leave it away",
+        )
+    return budget, least
 
 
 def _output_file(name: str, outputs: Sequence[Output]) -> OutputFile:

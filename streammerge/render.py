@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from streammerge.changes import Change
 from streammerge.checkpoint import Checkpoint, MeshLayout, Skipped, Tensor
+from streammerge.checks.findings import Finding
+from streammerge.header import INDEX_FILE
 from streammerge.pipeline import Report
 from streammerge.planner import Plan
 from streammerge.replicas import Comparison
+from streammerge.upload import Upload
 
 Json = dict[str, object]
 
@@ -83,10 +87,13 @@ def plan_json(plan: Plan, target: str, lacking: int, refusal: str | None) -> Jso
             }
             for file in plan.files
         ],
-        "index": plan.index is not None,
+        "index": any(text.name == INDEX_FILE for text in plan.texts),
+        "texts": [{"name": text.name, "bytes": len(text.data)} for text in plan.texts],
         "assets": [{"name": asset.name, "bytes": asset.size} for asset in plan.assets],
         "left_out": list(plan.left_out),
         "skipped": _skipped_json(plan.skipped),
+        "changes": _changes_json(plan.changes),
+        "warnings": list(plan.warnings),
         "tensor_bytes": plan.nbytes,
         "disk_bytes": plan.disk_nbytes,
         "disk_bytes_missing": lacking,
@@ -106,9 +113,9 @@ def plan_text(
         lines.append(f"  {file.name}  {file.size:,} bytes, {len(file.outputs):,} tensors")
         if verbose:
             lines += [f"    {o.name}  {o.dtype} {list(o.shape)}" for o in file.outputs]
-    if plan.index is not None:
-        lines.append(f"  model.safetensors.index.json  {len(plan.index):,} bytes")
+    lines += [f"  {text.name}  {len(text.data):,} bytes" for text in plan.texts]
     lines += [f"  {asset.name}  {asset.size:,} bytes" for asset in plan.assets]
+    lines += _change_lines(plan.changes, verbose)
     lines += _left_out_lines(plan.skipped, plan.left_out, verbose)
     lines.append(
         f"{size(plan.disk_nbytes)} on disk; about {size(plan.predicted_memory)} peak memory with "
@@ -118,6 +125,7 @@ def plan_text(
         lines.append(f"the disk lacks {size(lacking)} ({lacking:,} bytes)")
     if refusal:
         lines.append(f"the target would be refused: {refusal}")
+    lines += [f"warning: {line}" for line in plan.warnings]
     return "\n".join(lines)
 
 
@@ -133,6 +141,8 @@ def report_json(report: Report) -> Json:
         "peak_memory": report.peak_memory,
         "replicas": report.comparison and _comparison_json(report.comparison),
         "skipped": _skipped_json(report.skipped),
+        "changes": _changes_json(report.changes),
+        "warnings": list(report.warnings),
         "left_out": list(report.left_out),
     }
 
@@ -145,6 +155,7 @@ def report_text(report: Report, *, verbose: bool = False) -> str:
             f"compared the copies of {report.comparison.tensors:,} tensors, "
             f"{size(report.comparison.nbytes)}, on {report.comparison.device}"
         )
+    lines += _change_lines(report.changes, verbose)
     lines += _left_out_lines(report.skipped, report.left_out, verbose)
     if verbose:
         lines += [f"wrote {name}" for name in report.files]
@@ -171,6 +182,51 @@ def size(nbytes: float) -> str:
     return f"{nbytes:.1f} TB"
 
 
+def upload_json(upload: Upload) -> Json:
+    """The part of an upload in ``--json``."""
+    return {"url": upload.url, "deleted": list(upload.deleted)}
+
+
+def upload_text(upload: Upload) -> str:
+    """What an upload did."""
+    text = f"uploaded to {upload.url}"
+    if upload.deleted:
+        text += f"; deleted there, as loaders would take them: {_some(upload.deleted, True)}"
+    return text
+
+
+def findings_json(directory: str, findings: Sequence[Finding]) -> Json:
+    """``check --json``."""
+    return {
+        "directory": directory,
+        "findings": [{"severity": f.severity, "message": f.message} for f in findings],
+    }
+
+
+def findings_text(directory: str, findings: Sequence[Finding]) -> str:
+    """``check``."""
+    if not findings:
+        return f"{directory}: nothing found"
+    return "\n".join(f"{finding.severity}: {finding.message}" for finding in findings)
+
+
+def _change_lines(changes: Sequence[Change], verbose: bool) -> list[str]:
+    """Changes of the same kind and reason as one line."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for change in changes:
+        text = change.name if change.to is None else f"{change.name} -> {change.to}"
+        groups.setdefault((change.kind, change.reason), []).append(text)
+    lines = []
+    for (kind, reason), texts in groups.items():
+        shown = _some(texts, verbose, 1 if "->" in texts[0] else _NAMED)
+        lines.append(f"{kind}: {shown} ({reason})")
+    return lines
+
+
+def _changes_json(changes: Sequence[Change]) -> list[Json]:
+    return [{"kind": c.kind, "name": c.name, "to": c.to, "reason": c.reason} for c in changes]
+
+
 def _left_out_lines(
     skipped: Sequence[Skipped], left_out: Sequence[str], verbose: bool
 ) -> list[str]:
@@ -183,10 +239,10 @@ def _left_out_lines(
     return lines
 
 
-def _some(names: Sequence[str], everything: bool) -> str:
-    if everything or len(names) <= _NAMED:
+def _some(names: Sequence[str], everything: bool, count: int = _NAMED) -> str:
+    if everything or len(names) <= count:
         return ", ".join(names)
-    return f"{', '.join(names[:_NAMED])} and {len(names) - _NAMED} more"
+    return f"{', '.join(names[:count])} and {len(names) - count:,} more"
 
 
 def _tensor_json(tensor: Tensor) -> Json:

@@ -9,39 +9,36 @@ already while the rest is copied.
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
 from streammerge.adapt import Output
 from streammerge.assets import Asset
-from streammerge.bands import Band, bands, copy_steps
+from streammerge.bands import Band, copy_steps
 from streammerge.errors import NoSpaceError, SourceError, TargetError, UnsupportedError
-from streammerge.header import INDEX_FILE, tensor_nbytes
+from streammerge.evaluate import buffer_nbytes, evaluate, value_bands
+from streammerge.header import tensor_nbytes
 from streammerge.parallel import STACK_SIZE, TORCH_STACK_SIZE, Team, run, start_threads
 from streammerge.planner import OutputFile, Plan
+from streammerge.reader import BandBuffer, full_band, local_parts
 from streammerge.sources import Sources
-from streammerge.values import (
-    BandBuffer,
-    Stored,
-    band_numel,
-    buffer_nbytes,
-    evaluate,
-    needs_torch,
-)
+from streammerge.values import Fold, Stored, needs_torch
 
 _CALL_SIZE = 64 << 20  # most bytes per kernel copy, so that progress and Ctrl-C get a turn
 _COPY_BUFFER = 1 << 20  # copies through a buffer stay in the processor's cache
 _CONTEST_SIZE = 64 << 20  # bytes that each way of copying gets to show its speed
 _BATCH_SIZE = 8 << 20  # small copies are handed out together
 _BATCH_COUNT = 256
-_BAND_SIZE = 2 << 20  # larger bands leave the processor's cache and take twice the time
 _FLUSH_SIZE = 128 << 20  # bytes of a file after which the disk is set to work
 _LEAST_COPY = 128 << 10  # shorter runs go through a band
+_FOLD_BANDS = 8  # of one weight, handed out together
 _ASSET_BUFFER = 64 << 10
 _FALLBACK = {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.EBADF}
 
@@ -90,18 +87,24 @@ class _CopyJob:
 
 @dataclass(frozen=True, slots=True)
 class _BandJob:
+    """Consecutive bands of a tensor, of which the first starts at `offset`."""
+
     target: _Target
     output: Output
-    band: Band
+    bands: tuple[Band, ...]
     offset: int
 
     @property
     def nbytes(self) -> int:
-        return self.band.numel * tensor_nbytes(self.output.dtype, ())
+        return sum(band.numel for band in self.bands) * tensor_nbytes(self.output.dtype, ())
 
 
 def write_files(
-    plan: Plan, directory: str, sources: Sources, on_progress: Callable[[int], None] | None = None
+    plan: Plan,
+    directory: str,
+    sources: Sources,
+    on_progress: Callable[[int], None] | None = None,
+    device: str = "cpu",
 ) -> None:
     """Write all files of a plan into an empty directory, and fsync them.
 
@@ -110,6 +113,7 @@ def write_files(
         directory: the staging directory.
         sources: the files of the plan's checkpoint.
         on_progress: called now and then, in this thread, with the tensor bytes written so far.
+        device: where LoRA folds are computed, ``cpu`` or ``cuda``.
 
     Raises:
         SourceError: a source that cannot be read, is damaged or has changed.
@@ -120,10 +124,10 @@ def write_files(
         _import_torch()
     targets: list[_Target] = []
     try:
-        with _Syncer() as syncer:
+        with _Syncer() as syncer, _one_torch_thread() if arithmetic else nullcontext():
             run(
                 _jobs(plan, directory, targets, syncer),
-                partial(_make_worker, plan, sources, syncer, _Contest()),
+                partial(_make_worker, plan, sources, syncer, _Contest(), device),
                 plan.workers,
                 on_progress,
                 TORCH_STACK_SIZE if arithmetic else STACK_SIZE,
@@ -131,8 +135,8 @@ def write_files(
     finally:
         for target in targets:
             target.close()
-    if plan.index is not None:
-        _write_bytes(os.path.join(directory, INDEX_FILE), plan.index)
+    for text in plan.texts:
+        _write_bytes(_make_parents(directory, text.name), text.data)
     for asset in plan.assets:
         _copy_asset(asset, directory)
 
@@ -143,9 +147,23 @@ def _import_torch() -> None:
         import torch  # noqa: F401
     except ImportError as error:
         raise UnsupportedError(
-            f"converting dtypes needs torch, which cannot be imported ({error})",
-            hint="install torch, or leave --dtype away",
+            "converting dtypes or folding adapters needs torch, which cannot be imported "
+            f"({error})",
+            hint="install torch, or write what is stored with --raw",
         ) from error
+
+
+@contextmanager
+def _one_torch_thread() -> Iterator[None]:
+    """No threads inside torch: the workers take this over from here, and are enough."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _jobs(
@@ -160,7 +178,7 @@ def _jobs(
     streams: list[tuple[_Target, Iterator[_CopyJob | _BandJob]]] = []
     while True:
         while len(streams) < plan.workers and (file := next(waiting, None)) is not None:
-            target = _create(os.path.join(directory, file.name), file.size)
+            target = _create(_make_parents(directory, file.name), file.size)
             targets.append(target)
             _write(target, memoryview(file.header), 0)
             streams.append((target, _file_jobs(plan, file, target)))
@@ -204,17 +222,15 @@ def _copy_ranges(output: Output, offset: int) -> list[_Range] | None:
     """The kernel copies that make up an output tensor; None if it needs bands."""
     if not isinstance(output.value, Stored):
         return None
-    tensor = output.value.tensor
-    extents = tensor.extents
+    stored = output.value
+    extents = stored.tensor.extents
     if extents.conjugated:
         return None
-    itemsize = tensor_nbytes(tensor.dtype, ())
+    itemsize = tensor_nbytes(stored.dtype, ())
+    shape = full_band(stored, Band((0,) * len(stored.shape), stored.shape)).sizes
     ranges = []
-    for chunk in tensor.chunks():
-        slot = chunk.replicas[0]
-        steps = copy_steps(
-            tensor.shape, chunk.box, extents.strides.get(slot), itemsize, _LEAST_COPY
-        )
+    for box, slot, strides in local_parts(stored):
+        steps = copy_steps(shape, box, strides, itemsize, _LEAST_COPY)
         if steps is None:
             return None
         start = extents.starts[slot]
@@ -235,21 +251,23 @@ def _copy_ranges(output: Output, offset: int) -> list[_Range] | None:
 def _band_jobs(
     target: _Target, output: Output, offset: int, buffer_size: int
 ) -> Iterator[_BandJob]:
-    itemsize = tensor_nbytes(output.dtype, ())
-    budget = min(_BAND_SIZE, band_numel(output.value, buffer_size) * itemsize)
-    for band in bands(output.shape, itemsize, budget):
-        yield _BandJob(target, output, band, offset)
-        offset += band.numel * itemsize
+    # What a thread loads for a fold serves its next bands too, so it gets some in a row.
+    count = _FOLD_BANDS if isinstance(output.value, Fold) else 1
+    remaining = value_bands(output.value, buffer_size)
+    while some := tuple(itertools.islice(remaining, count)):
+        job = _BandJob(target, output, some, offset)
+        yield job
+        offset += job.nbytes
 
 
 def _make_worker(
-    plan: Plan, sources: Sources, syncer: _Syncer, contest: _Contest, team: Team
+    plan: Plan, sources: Sources, syncer: _Syncer, contest: _Contest, device: str, team: Team
 ) -> Callable[[_CopyJob | _BandJob], None]:
     buffer = BandBuffer(0)
 
     def make_room(nbytes: int) -> None:
         nonlocal buffer
-        if len(buffer.memory) < nbytes:
+        if len(buffer) < nbytes:
             buffer = BandBuffer(nbytes)
 
     def work(job: _CopyJob | _BandJob) -> None:
@@ -266,11 +284,14 @@ def _make_worker(
                 team.advance(piece.nbytes)
             contest.record(by_kernel, job.nbytes, time.perf_counter() - started)
         else:
-            make_room(buffer_nbytes(job.output.value, job.band.numel))
-            data = evaluate(job.output.value, job.band, sources, buffer)
-            with job.target.writing:
-                _write(job.target, data, job.offset)
-            team.advance(len(data))
+            offset = job.offset
+            for band in job.bands:
+                make_room(buffer_nbytes(job.output.value, band.numel))
+                data = evaluate(job.output.value, band, sources, buffer, device)
+                with job.target.writing:
+                    _write(job.target, data, offset)
+                offset += len(data)
+                team.advance(len(data))
         target = job.target
         with target.lock:
             target.pending -= 1
@@ -388,11 +409,7 @@ def _write_bytes(path: str, data: bytes) -> None:
 
 
 def _copy_asset(asset: Asset, directory: str) -> None:
-    path = os.path.join(directory, *asset.name.split("/"))
-    try:
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-    except OSError as error:
-        raise _target_error(path, error) from error
+    path = _make_parents(directory, asset.name)
     try:
         with open(asset.path, "rb", buffering=0) as source:
             target = _create(path, 0)
@@ -406,6 +423,16 @@ def _copy_asset(asset: Asset, directory: str) -> None:
                 target.close()
     except OSError as error:
         raise SourceError(f"{asset.path}: {error.strerror}") from error
+
+
+def _make_parents(directory: str, name: str) -> str:
+    """The path of a file below a directory, with the folders it lies in."""
+    path = os.path.join(directory, *name.split("/"))
+    try:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+    except OSError as error:
+        raise _target_error(path, error) from error
+    return path
 
 
 def _create(path: str, size: int) -> _Target:

@@ -67,7 +67,9 @@ def test_goes_on_with_the_first_value_if_told_so(
     source = DATA / "fsdp2_divergent_buffers__t213"
     target = tmp_path / "merged"
 
-    assert main(["merge", str(source), str(target), "--replicas", "first", "--quiet"]) == 0
+    options = ["--replicas", "first", "--raw", "--quiet"]
+
+    assert main(["merge", str(source), str(target), *options]) == 0
 
     assert_same_tensors(load_directory(target), load_file(source / "expected.safetensors"))
     warnings = capsys.readouterr().err
