@@ -14,7 +14,7 @@ import faulthandler
 import json
 import multiprocessing
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -400,7 +400,7 @@ CASES = (
 )
 
 
-def run_rank(rank: int, out: Path) -> None:
+def run_rank(rank: int, out: Path, cases: Sequence[Callable[[Path], None]]) -> None:
     faulthandler.dump_traceback_later(DEADLINE_SECONDS, exit=True)
     torch.set_num_threads(1)
     dist.init_process_group(
@@ -410,7 +410,7 @@ def run_rank(rank: int, out: Path) -> None:
         world_size=WORLD_SIZE,
         timeout=timedelta(seconds=60),
     )
-    for case in CASES:
+    for case in cases:
         case(out)
         dist.barrier()
         if rank == 0:
@@ -418,11 +418,12 @@ def run_rank(rank: int, out: Path) -> None:
     dist.destroy_process_group()
 
 
-def main(out: Path) -> int:
+def run_ranks(out: Path, cases: Sequence[Callable[[Path], None]]) -> int:
+    """Run cases on all ranks, one after the other; the exit code."""
     out.mkdir(parents=True, exist_ok=True)
     context = multiprocessing.get_context("fork")
     ranks = [
-        context.Process(target=run_rank, args=(rank, out), name=f"rank {rank}", daemon=True)
+        context.Process(target=run_rank, args=(rank, out, cases), name=f"rank {rank}", daemon=True)
         for rank in range(WORLD_SIZE)
     ]
     for process in ranks:
@@ -441,4 +442,4 @@ def main(out: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]).resolve()))
+    sys.exit(run_ranks(Path(sys.argv[1]).resolve(), CASES))
