@@ -27,12 +27,12 @@ from torch import nn
 
 import streammerge
 from streammerge import lora
-from streammerge.adapter_config import LayerSettings, Settings, make_config
-from streammerge.adapter_names import parse_name
 from streammerge.changes import Change
 from streammerge.checkpoint import Tensor
 from streammerge.errors import UnsupportedError
 from streammerge.lora import adapter_only, fold, has_adapter, is_adapter_name, join_base, split
+from streammerge.lora.names import parse_name
+from streammerge.lora.settings import LayerSettings, Settings, make_config
 from streammerge.values import Fold, Stored, Value
 
 PREFIX = "base_model.model."

@@ -11,10 +11,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
-from streammerge.adapter_config import ALPHA_OPTION, Settings
-from streammerge.adapter_names import TRAINABLE_TOKENS, PeftName, Role, method_of, parse_name
 from streammerge.checkpoint import Tensor
 from streammerge.errors import UnsupportedError
+from streammerge.lora.names import TRAINABLE_TOKENS, PeftName, Role, method_of, parse_name
+from streammerge.lora.settings import ALPHA_OPTION, Settings
 from streammerge.values import Value, stored_base
 
 # Models whose linear layers are `transformers.pytorch_utils.Conv1D`, with weights ``[in, out]``.

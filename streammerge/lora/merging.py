@@ -1,6 +1,6 @@
 """LoRA adapters of a checkpoint: folded into their weights, or split off. Pure.
 
-Names here are those that PEFT gives in memory (`adapter_names`), after `names.clean_names`. The
+Names here are those that PEFT gives in memory (`names`), after `streammerge.names.clean_names`. The
 arithmetic is that of peft 0.21 `tuners/lora/layer.py` (`merge`, `get_delta_weight`).
 """
 
@@ -9,8 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from streammerge.adapter_config import LayerSettings, Settings, make_config, read_settings
-from streammerge.adapter_layers import (
+from streammerge.changes import Change
+from streammerge.checkpoint import Tensor
+from streammerge.config import JsonObject
+from streammerge.errors import UnsupportedError
+from streammerge.lora.layers import (
     Kind,
     Layer,
     Names,
@@ -21,32 +24,10 @@ from streammerge.adapter_layers import (
     settle_kinds,
     some,
 )
-from streammerge.adapter_names import (
-    FILE_PREFIX,
-    PeftName,
-    has_adapter,
-    is_adapter_name,
-    parse_name,
-)
-from streammerge.changes import Change
-from streammerge.checkpoint import Tensor
-from streammerge.config import JsonObject
-from streammerge.errors import UnsupportedError
+from streammerge.lora.names import FILE_PREFIX, PeftName, is_adapter_name, parse_name
+from streammerge.lora.settings import LayerSettings, Settings, make_config
 from streammerge.names import is_value_head
 from streammerge.values import Fold, Stored, Value, stored_base
-
-__all__ = [
-    "Folded",
-    "Settings",
-    "Split",
-    "adapter_only",
-    "fold",
-    "has_adapter",
-    "is_adapter_name",
-    "join_base",
-    "read_settings",
-    "split",
-]
 
 _FLOATS = frozenset({"F64", "F32", "BF16", "F16"})  # others are quantized
 # Modules that make a model a classifier, whatever verl's file says of its task.

@@ -1,0 +1,40 @@
+"""What a check finds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+_NAMED = 3  # how many names a message shows
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something that is, or may be, wrong with a directory.
+
+    Attributes:
+        severity: ``error`` if a loader fails or gets other values than were trained; ``warning``
+            if some loader may, or if it cannot be told.
+        message: one line for people. It begins with the file, where it is about one.
+    """
+
+    severity: Literal["error", "warning"]
+    message: str
+
+
+def error(message: str) -> Finding:
+    """A finding that makes the directory unfit."""
+    return Finding("error", message)
+
+
+def warning(message: str) -> Finding:
+    """A finding that the user should know."""
+    return Finding("warning", message)
+
+
+def listed(names: Iterable[str]) -> str:
+    """The first of some names, and how many more there are."""
+    names = list(names)
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more
