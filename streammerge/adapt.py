@@ -483,7 +483,9 @@ def _edit_side_files(
     tokenizer_edits = []
     if compat is not None:
         edits += compat_edits(config)
-        tokenizer_edits = tokenizer_compat_edits(tokenizer_config) if tokenizer_config else []
+        tokenizer_edits = (
+            tokenizer_compat_edits(tokenizer_config, side.chat_template) if tokenizer_config else []
+        )
 
     texts: list[Text] = []
     changes: list[Change] = []

@@ -12,6 +12,7 @@ from streammerge.errors import CheckpointNotFoundError, CorruptFileError, Source
 
 CONFIG = "config.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
+_CHAT_TEMPLATE = "chat_template.jinja"
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_FILE = "adapter_model.safetensors"
 ADAPTER_DIRECTORY = "lora_adapter"  # where verl puts an adapter beside a model
@@ -72,6 +73,7 @@ class SideFiles:
         assets: the files to copy.
         left_out: names of those that are not copied.
         texts: the JSON files that a merge may edit: name -> bytes.
+        chat_template: what ``chat_template.jinja`` says; None if there is none, or no UTF-8.
         lora_meta, adapter_config: what says how an adapter was trained, if there is such a file.
     """
 
@@ -79,6 +81,7 @@ class SideFiles:
     assets: tuple[Asset, ...] = ()
     left_out: tuple[str, ...] = ()
     texts: Mapping[str, bytes] = field(default_factory=dict)
+    chat_template: str | None = None
     lora_meta: JsonObject | None = None
     adapter_config: JsonObject | None = None
 
@@ -112,7 +115,8 @@ def find_side_files(directory: str | None, roots: Sequence[str]) -> SideFiles:
         raise CheckpointNotFoundError(f"{directory}: no such directory for side files")
     assets, left_out = find_assets(directory)
     texts = {a.name: _read(a.path) for a in assets if a.name in (CONFIG, TOKENIZER_CONFIG)}
-    return SideFiles(directory, assets, left_out, texts, meta, adapter)
+    template = next((_read_text(a.path) for a in assets if a.name == _CHAT_TEMPLATE), None)
+    return SideFiles(directory, assets, left_out, texts, template, meta, adapter)
 
 
 def find_assets(directory: str) -> tuple[tuple[Asset, ...], tuple[str, ...]]:
@@ -158,6 +162,13 @@ def _first_json(paths: Iterator[str]) -> JsonObject | None:
         if os.path.isfile(path):
             return parse_json(_read(path), path)
     return None
+
+
+def _read_text(path: str) -> str | None:
+    try:
+        return _read(path).decode()
+    except UnicodeDecodeError:
+        return None
 
 
 def _read(path: str) -> bytes:

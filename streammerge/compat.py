@@ -84,14 +84,23 @@ def compat_edits(config: JsonObject) -> list[Edit]:
     ]
 
 
-def tokenizer_compat_edits(tokenizer_config: JsonObject) -> list[Edit]:
+def tokenizer_compat_edits(
+    tokenizer_config: JsonObject, chat_template: str | None = None
+) -> list[Edit]:
     """Edits that make ``tokenizer_config.json`` one that transformers 4.x opens.
 
     What 5.x calls ``extra_special_tokens`` (a list) and ``model_specific_special_tokens`` (named
     ones) is ``additional_special_tokens`` and ``extra_special_tokens`` in 4.x, and the class
     ``TokenizersBackend`` is ``PreTrainedTokenizerFast``. 5.x takes the old names for its own.
+
+    Args:
+        tokenizer_config: ``tokenizer_config.json``.
+        chat_template: what ``chat_template.jinja`` says, if there is one. Before 4.47 that file is
+            not read; versions that read it prefer it to the same text in the config.
     """
     edits = []
+    if chat_template is not None and tokenizer_config.get("chat_template") is None:
+        edits.append(Edit(("chat_template",), chat_template, REASON))
     if tokenizer_config.get("tokenizer_class") == "TokenizersBackend":
         edits.append(Edit(("tokenizer_class",), "PreTrainedTokenizerFast", REASON))
     extra = tokenizer_config.get("extra_special_tokens")

@@ -326,7 +326,8 @@ def expand_experts(values: Mapping[str, Value], config: JsonObject | None) -> Hu
         fault = _fault(values[name].shape, form.file_names(name))
         if fault is not None:
             raise UnsupportedError(f"{name}: {fault}")
-    named, changes = _apply(values, _Naming(form), f"as files of {form.name} models have it")
+    model_type = _model_types(config)[0]
+    named, changes = _apply(values, _Naming(form), f"as files of {model_type} models have it")
     return HubNames(named, tuple(changes), warnings)
 
 

@@ -461,3 +461,19 @@ def test_vision_towers_with_the_names_of_newer_versions(
     warnings = compat_warnings(config, {}, ["lm_head.weight", name])
     assert ["the vision tower has" in warning for warning in warnings] == [True] * warned
     assert compat_warnings(config, {}) == []
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({}, "{{ messages }}"),
+        ({"chat_template": None}, "{{ messages }}"),
+        ({"chat_template": "x"}, "x"),
+    ],
+)
+def test_a_template_file_is_repeated_in_the_config(config: JsonObject, expected: str) -> None:
+    # Before 4.47 transformers reads it there only (found by running 4.46.3).
+    data = json.dumps(config).encode()
+    new, _ = apply_edits(data, tokenizer_compat_edits(config, "{{ messages }}"))
+    assert json.loads(new)["chat_template"] == expected
+    assert tokenizer_compat_edits(config) == []
