@@ -7,6 +7,7 @@ input embedding (`question`).
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -56,7 +57,7 @@ _KEPT = (
     "knows"
 )
 _MODEL_FILES = frozenset({CONFIG, "generation_config.json"})
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+_TOKENIZER_FILES = ("tokenizer.json", "*.model", "*.tiktoken", "vocab.json", "vocab.txt")
 
 Values = dict[str, Value]
 
@@ -196,20 +197,19 @@ def draft(
     if adapted:
         model_type = _model_type(config)
         settled = _settle_adapter(values, settings, lora_mode, base, base_name, model_type)
-    elif base is not None or lora_mode == "split":
-        option = "--base" if base is not None else "--lora split"
-        raise UsageError(f"{option}: the checkpoint holds no LoRA adapter")
+    elif useless := _options_of_adapters(base, lora_mode, lora_alpha, rslora):
+        raise UsageError(f"{useless[0]}: the checkpoint holds no LoRA adapter")
     else:
         settled = lora.Folded(values, (), ())
 
     heads = {name: value for name, value in settled.values.items() if is_value_head(name)}
-    if len(heads) == len(settled.values):
+    if len(heads) == len(settled.values) and not isinstance(settled, lora.Split):
         heads = {}  # nothing that they could stand beside
     values = {name: value for name, value in settled.values.items() if name not in heads}
 
     if keeps_adapter:
         named = hub_names.HubNames(values, warnings=(_KEPT,))
-    elif names_from is not None:
+    elif names_from is not None and values:
         shapes = {t.name: (t.dtype, t.shape) for t in names_from.tensors}
         named = hub_names.match_base(values, shapes, config, transpose=transpose_experts)
     elif keep_packed:
@@ -226,6 +226,12 @@ def draft(
     if heads:
         apart[VALUE_HEAD_FILE] = heads
     reason = "the value head is no part of the model that loaders build"
+    later = (
+        *settled.changes,
+        *(Change("apart", name, VALUE_HEAD_FILE, reason) for name in heads),
+        *named.changes,
+    )
+    stored_names = {new: old for old, new in clean.names.items()}
     return Draft(
         values=named.values,
         apart=apart,
@@ -233,9 +239,7 @@ def draft(
         keeps_adapter=keeps_adapter,
         changes=(
             *clean.changes,
-            *settled.changes,
-            *(Change("apart", name, VALUE_HEAD_FILE, reason) for name in heads),
-            *named.changes,
+            *(replace(change, name=stored_names.get(change.name, change.name)) for change in later),
         ),
         warnings=(*settled.warnings, *named.warnings),
     )
@@ -279,7 +283,8 @@ def adapt(
     # Among PEFT's names, those of an output head and an input embedding may not be found.
     known = None if drafted.keeps_adapter else config
     tied = ties.decide(drafted.values, known, equal=equal, untie=untie)
-    warnings = [*_missing_side_files(side), *drafted.warnings, *tied.warnings]
+    missing = _missing_side_files(side, adapter_alone=not drafted.values)
+    warnings = [*missing, *drafted.warnings, *tied.warnings]
     changes = [*drafted.changes, *tied.changes]
 
     target = dtype
@@ -289,7 +294,9 @@ def adapt(
             warnings.append("--dtype auto: no config.json says which dtype, so it is kept")
     groups = {"": tied.values, **drafted.apart}
     stored = {name: value for values in groups.values() for name, value in values.items()}
-    _check_arithmetic(stored, target)
+    quantized = is_quantized((name, value.dtype) for name, value in stored.items())
+    if quantized is not None:
+        _refuse_arithmetic(quantized, stored, target)
     apart = {}
     for file, values in groups.items():
         apart[file], casts = _cast(values, target, keep_dtype)
@@ -300,8 +307,15 @@ def adapt(
         for pattern in keep_dtype
         if not any(fnmatchcase(name, pattern) for name in stored)
     ]
-    warnings += _dtype_warnings(outputs, config, target)
+    if config is not None and target == "keep" and quantized is None:
+        everything = [*outputs, *itertools.chain.from_iterable(apart.values())]
+        warnings += _savings(everything, config)
 
+    if config is None:
+        options = {"--untie": untie, "--compat": compat is not None}
+        warnings += [
+            f"{o}: there is no config.json to edit" for o, given in options.items() if given
+        ]
     texts: list[Text] = []
     assets, left_out = side.assets, side.left_out
     if outputs and config is not None:
@@ -357,12 +371,27 @@ def _settle_adapter(
             )
         mode = mode or "split"
     if mode == "keep":
+        if base is not None:
+            raise UsageError("--base: --lora keep folds nothing into it")
         return lora.Folded(values, (), ())
     if mode == "split":
         return lora.split(values, settings, model_type=model_type, base_name_or_path=base_name)
     if base is not None:
         values = lora.join_base(values, {t.name: Stored(t) for t in base.tensors})
     return lora.fold(values, settings, model_type=model_type)
+
+
+def _options_of_adapters(
+    base: Checkpoint | None, mode: str | None, alpha: float | None, rslora: bool
+) -> list[str]:
+    """The given options that make no sense without an adapter."""
+    given = {
+        "--base": base is not None,
+        "--lora split": mode == "split",
+        "--lora-alpha": alpha is not None,
+        "--rslora": rslora,
+    }
+    return [option for option, is_given in given.items() if is_given]
 
 
 def _model_type(config: JsonObject | None) -> str | None:
@@ -394,11 +423,8 @@ def _cast(
     return tuple(outputs), changes
 
 
-def _check_arithmetic(values: Values, dtype: str) -> None:
-    """Refuse to convert or fold into quantized weights."""
-    quantized = is_quantized((name, value.dtype) for name, value in values.items())
-    if quantized is None:
-        return
+def _refuse_arithmetic(quantized: str, values: Values, dtype: str) -> None:
+    """Refuse to convert or fold into quantized weights, of which one is named."""
     if dtype != "keep":
         raise UnsupportedError(
             f"key '{quantized}': the weights are quantized, so they cannot be converted to {dtype}",
@@ -411,26 +437,27 @@ def _check_arithmetic(values: Values, dtype: str) -> None:
         )
 
 
-def _dtype_warnings(outputs: Sequence[Output], config: JsonObject | None, dtype: str) -> list[str]:
-    warnings = []
-    floating = [o for o in outputs if o.dtype in FLOATING]
-    wanted = config_dtype(config) if config else None
-    if dtype == "keep" and wanted is not None:
-        itemsize = ITEMSIZE[FROM_TORCH[wanted]]
-        saved = sum(o.nbytes - o.numel * itemsize for o in floating if ITEMSIZE[o.dtype] > itemsize)
-        if saved > 0:
-            stored = TO_TORCH[max(floating, key=lambda o: ITEMSIZE[o.dtype]).dtype]
-            warnings.append(
-                f"config.json asks for {wanted}, but {stored} is stored; --dtype auto would save "
-                f"{saved:,} bytes"
-            )
-    return warnings
+def _savings(outputs: Sequence[Output], config: JsonObject) -> list[str]:
+    """What ``--dtype auto`` would save, if it would."""
+    wanted = config_dtype(config)
+    if wanted is None:
+        return []
+    itemsize = ITEMSIZE[FROM_TORCH[wanted]]
+    wider = [o for o in outputs if o.dtype in FLOATING and ITEMSIZE[o.dtype] > itemsize]
+    if not wider:
+        return []
+    stored = majority_dtype((o.dtype, o.nbytes) for o in wider)
+    saved = sum(o.nbytes - o.numel * itemsize for o in wider)
+    return [
+        f"config.json asks for {wanted}, but {stored} is stored; --dtype auto would save "
+        f"{saved:,} bytes"
+    ]
 
 
-def _missing_side_files(side: SideFiles) -> list[str]:
+def _missing_side_files(side: SideFiles, *, adapter_alone: bool) -> list[str]:
     names = {asset.name for asset in side.assets}
-    missing = [] if CONFIG in names else [CONFIG]
-    if not names & set(_TOKENIZER_FILES):
+    missing = [] if CONFIG in names or adapter_alone else [CONFIG]
+    if not any(fnmatchcase(name, pattern) for name in names for pattern in _TOKENIZER_FILES):
         missing.append("tokenizer")
     if not missing:
         return []
@@ -452,7 +479,7 @@ def _check(outputs: Sequence[Output], side: SideFiles, texts: Sequence[Text]) ->
     there = {asset.name for asset in side.assets}
     for name, config in configs.items():
         findings += [
-            error(f"{name}: auto_map needs {module}, which is not there")
+            error(f"{name}: auto_map needs {module}, which is not there (--assets DIR supplies it)")
             for module in remote_modules(config or {})
             if module not in there
         ]

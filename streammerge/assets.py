@@ -23,10 +23,11 @@ _ADAPTER_CONFIGS = (os.path.join(ADAPTER_DIRECTORY, ADAPTER_CONFIG), ADAPTER_CON
 _MAX_JSON_BYTES = 64 << 20
 
 # Weights, their indexes, and what belongs to a training run: never copied. A stale weights file
-# beside a new index would be loaded instead of ours, without a warning.
+# beside a new index would be loaded instead of ours, without a warning. Code is copied, whatever
+# its name.
 DENIED = (
     "*.safetensors",
-    "*.safetensors.index.json",
+    "*.safetensors.index*.json",
     "pytorch_model*.bin",
     "*.bin.index.json",
     "*.pt",
@@ -38,6 +39,7 @@ DENIED = (
     "*.msgpack",
     "*.gguf",
     "*.onnx",
+    "*.onnx_data",
     "optimizer*",
     "scheduler*",
     "rng_state*",
@@ -46,7 +48,7 @@ DENIED = (
     "adapter_config.json",
     "adapter_model.*",
 )
-DENIED_DIRECTORIES = (".git", ".cache", "__pycache__")
+DENIED_DIRECTORIES = (".git", ".cache", "__pycache__", ADAPTER_DIRECTORY)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +115,10 @@ def find_side_files(directory: str | None, roots: Sequence[str]) -> SideFiles:
         return SideFiles(None, lora_meta=meta, adapter_config=adapter)
     if not os.path.isdir(directory):
         raise CheckpointNotFoundError(f"{directory}: no such directory for side files")
+    for name in (CONFIG, TOKENIZER_CONFIG):
+        path = os.path.join(directory, name)
+        if os.path.exists(path) and not os.path.isfile(path):
+            raise CorruptFileError(f"{path}: is no file")
     assets, left_out = find_assets(directory)
     texts = {a.name: _read(a.path) for a in assets if a.name in (CONFIG, TOKENIZER_CONFIG)}
     template = next((_read_text(a.path) for a in assets if a.name == _CHAT_TEMPLATE), None)
@@ -143,7 +149,7 @@ def find_assets(directory: str) -> tuple[tuple[Asset, ...], tuple[str, ...]]:
         for name in sorted(names):
             path = os.path.join(parent, name)
             relative = os.path.relpath(path, directory)
-            if any(fnmatch(name, pattern) for pattern in DENIED):
+            if not name.endswith(".py") and any(fnmatch(name, pattern) for pattern in DENIED):
                 left_out.append(relative)
                 continue
             try:
@@ -174,9 +180,11 @@ def _read_text(path: str) -> str | None:
 def _read(path: str) -> bytes:
     try:
         with open(path, "rb") as file:
-            data = file.read(_MAX_JSON_BYTES + 1)
+            size = os.fstat(file.fileno()).st_size
+            if size > _MAX_JSON_BYTES:
+                raise CorruptFileError(
+                    f"{path}: has {size:,} bytes, too large for what it should be"
+                )
+            return file.read(size)
     except OSError as error:
         raise SourceError(f"{path}: {error.strerror}") from error
-    if len(data) > _MAX_JSON_BYTES:
-        raise CorruptFileError(f"{path}: larger than {_MAX_JSON_BYTES:,} bytes, so no such file")
-    return data

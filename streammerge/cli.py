@@ -223,7 +223,7 @@ def _check(args: argparse.Namespace) -> int:
         raise UsageError("check takes one directory", hint="streammerge check DIR")
     (directory,) = args.paths
     findings = check_directory(directory)
-    if not args.no_model:
+    if not args.no_model and not any(finding.severity == "error" for finding in findings):
         findings += check_model(directory)
     if args.json:
         _print_json(findings_json(directory, findings))

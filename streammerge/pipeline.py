@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -20,6 +21,7 @@ from streammerge.planner import (
     DEFAULT_MEMORY,
     DEFAULT_SHARD_SIZE,
     Plan,
+    check_limits,
     make_plan,
     output_names,
     parse_size,
@@ -149,10 +151,11 @@ def merge(
     """
     started = time.monotonic()
     checkpoint = describe(sources)
+    path = resolve_target(os.fspath(target))
+    check_target(path, checkpoint.directories, overwrite, assets=checkpoint.assets)
     decided = plan(
         checkpoint, max_shard_size=max_shard_size, memory=memory, workers=workers, **adaptation
     )
-    path = resolve_target(os.fspath(target))
     check_plan_target(decided, path, overwrite)
     check_space(path, decided.disk_nbytes)
     comparison = compare(decided, replicas=replicas, device=device, progress=progress)
@@ -172,7 +175,9 @@ def plan(
     Of the data, the output head and the input embedding are read, where the config ties them and
     they are stored twice. Arguments and errors as in `merge`.
     """
-    buffer_size = parse_size(memory or DEFAULT_MEMORY, "memory")
+    # Before anything is read, which may take a while.
+    check_limits(max_shard_size=max_shard_size, memory=memory, workers=workers)
+    buffer_size = parse_size(DEFAULT_MEMORY if memory is None else memory, "memory")
     model, whole = _adapt(checkpoint, buffer_size, **adaptation)
     return make_plan(whole, model, max_shard_size=max_shard_size, memory=memory, workers=workers)
 
@@ -262,15 +267,24 @@ def _adapt(
     compat: int | None = None,
 ) -> tuple[Model, Checkpoint]:
     """The model that is made of a checkpoint, and the checkpoint with all that is read for it."""
-    choices = (base, names_from, lora_mode, lora_alpha, rslora, keep_packed, transpose_experts)
-    if raw and (any(choices) or untie or dtype != "keep" or keep_dtype or compat):
+    values = (base, names_from, lora_mode, lora_alpha, transpose_experts, compat)
+    switches = (rslora, keep_packed, untie, keep_dtype, dtype != "keep")
+    if raw and (any(value is not None for value in values) or any(switches)):
         raise UsageError("raw writes what is stored, so no adaptation goes with it")
+    if lora_alpha is not None and not 0 < lora_alpha < math.inf:
+        raise UsageError(f"--lora-alpha {lora_alpha:g}: expected a positive number")
+    if transpose_experts is not None and names_from is None:
+        raise UsageError("--transpose-experts goes with --names-from")
+    if keep_packed and names_from is not None:
+        raise UsageError("--keep-packed: --names-from says how experts are kept")
+    if keep_dtype and dtype == "keep":
+        raise UsageError("--keep-dtype goes with --dtype")
     base_model = _describe_model(base)
     names_model = _describe_model(names_from)
     folder = os.fspath(assets) if assets is not None else checkpoint.assets
     if folder is None and base_model is not None:
         folder = base_model.root
-    side = find_side_files(folder, checkpoint.directories)
+    side = find_side_files(folder, () if raw else checkpoint.directories)
     whole = checkpoint
     if base_model is not None:
         base_model = base_model.shifted(len(checkpoint.files))

@@ -135,11 +135,8 @@ def make_plan(
         UsageError: an option that makes no sense, or too little memory for a fold.
         UnsupportedError: a name or a number of tensors that safetensors cannot hold.
     """
+    check_limits(max_shard_size=max_shard_size, memory=memory, workers=workers)
     limit = parse_size(max_shard_size, "max shard size")
-    if limit < 1:
-        raise UsageError("max shard size must be at least 1 byte")
-    if workers is not None and workers < 1:
-        raise UsageError(f"workers must be at least 1, not {workers}")
     threads = workers or min(4, os.cpu_count() or 1)
     budget, least = _budget(model, memory, threads)
     threads = max(1, min(threads, budget // least))
@@ -176,6 +173,22 @@ def make_plan(
     )
 
 
+def check_limits(
+    *, max_shard_size: int | str, memory: int | str | None, workers: int | None
+) -> None:
+    """Refuse numbers that make no sense for any model. Arguments as of `make_plan`.
+
+    Raises:
+        UsageError: such a number.
+    """
+    if parse_size(max_shard_size, "max shard size") < 1:
+        raise UsageError("max shard size must be at least 1 byte")
+    if memory is not None and (budget := parse_size(memory, "memory")) < MIN_MEMORY:
+        raise UsageError(f"memory must be at least {MIN_MEMORY:,} bytes, not {budget:,}")
+    if workers is not None and workers < 1:
+        raise UsageError(f"workers must be at least 1, not {workers}")
+
+
 def parse_size(value: int | str, what: str) -> int:
     """Bytes of ``5GB`` (decimal), ``4GiB`` (binary) or a plain number.
 
@@ -210,8 +223,6 @@ def _budget(model: Model, memory: int | str | None, threads: int) -> tuple[int, 
     if memory is None:
         return max(parse_size(DEFAULT_MEMORY, "memory"), least * threads), least
     budget = parse_size(memory, "memory")
-    if budget < MIN_MEMORY:
-        raise UsageError(f"memory must be at least {MIN_MEMORY:,} bytes, not {budget:,}")
     if budget < least:
         raise UsageError(
             f"memory of {budget:,} bytes is too little to fold the adapter into "

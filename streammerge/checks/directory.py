@@ -60,8 +60,8 @@ def check_directory(directory: str, *, raw: bool = False) -> list[Finding]:
 
     Args:
         directory: a merged directory, or the staging directory of one.
-        raw: only whether the files are complete and belong together: names, shapes and dtypes are
-            meant to be those of the checkpoint, whatever the config says.
+        raw: only whether the files of weights are complete and belong together: names, shapes,
+            dtypes and side files are meant to be those of the checkpoint, whatever they say.
 
     Returns:
         What is wrong; nothing if all is well. What cannot be read is a finding too.
@@ -79,9 +79,11 @@ def check_directory(directory: str, *, raw: bool = False) -> list[Finding]:
 
 
 def _check_model(directory: str, files: Sequence[str], raw: bool) -> Iterator[Finding]:
-    config, findings = _read_config(directory, files)
-    yield from findings
-    yield from _check_remote_code(directory, files)
+    config = None
+    if not raw:
+        config, findings = _read_config(directory, files)
+        yield from findings
+        yield from _check_remote_code(directory, files)
     index, findings = _read_index(directory, files)
     yield from findings
     expected = _expected_files(files, index)
@@ -243,7 +245,7 @@ def _check_adapter(directory: str, folder: str = "") -> Iterator[Finding]:
     try:
         settings = read_settings(None, config)
     except SourceError as problem:
-        yield error(f"{config_file}: {problem}")
+        yield error(f"{config_file}: {str(problem).removeprefix(f'{ADAPTER_CONFIG}: ')}")
         return
     if settings is not None and weights:
         for finding in _check_adapter_weights(weights, settings, config):
