@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from streammerge.assets import ADAPTER_FILE
 from streammerge.changes import Change
 from streammerge.checkpoint import Checkpoint, MeshLayout, Skipped, Tensor
 from streammerge.checks.findings import Finding
@@ -159,8 +160,9 @@ def report_text(report: Report, *, verbose: bool = False) -> str:
     lines += _left_out_lines(report.skipped, report.left_out, verbose)
     if verbose:
         lines += [f"wrote {name}" for name in report.files]
+    what = "tensors of an adapter, no model" if ADAPTER_FILE in report.files else "tensors"
     text = (
-        f"{report.target}: {report.tensors:,} tensors, {size(report.nbytes)} in "
+        f"{report.target}: {report.tensors:,} {what}, {size(report.nbytes)} in "
         f"{report.seconds:.1f} s ({size(_rate(report))}/s)"
     )
     if report.peak_memory is not None:

@@ -282,6 +282,7 @@ def test_adapter_alone_becomes_an_adapter_directory(
     case = cases[row]
     said = run(checkpoints / f"{row}_alone", tmp_path / "dst")
     assert "the result is an adapter directory" in said
+    assert "tensors of an adapter, no model" in said
     assert {path.name for path in (tmp_path / "dst").iterdir()} == {
         "adapter_config.json",
         "adapter_model.safetensors",
