@@ -37,10 +37,10 @@ from streammerge.config import (
     config_changes,
     config_dtype,
     dtype_edits,
-    is_quantized,
     majority_dtype,
     parse_json,
     quantization_edits,
+    quantized_for_certain,
 )
 from streammerge.dtypes import FLOATING, FROM_TORCH, ITEMSIZE, PACKING, TO_TORCH
 from streammerge.errors import UnsupportedError, UsageError
@@ -294,7 +294,9 @@ def adapt(
             warnings.append("--dtype auto: no config.json says which dtype, so it is kept")
     groups = {"": tied.values, **drafted.apart}
     stored = {name: value for values in groups.values() for name, value in values.items()}
-    quantized = is_quantized((name, value.dtype) for name, value in stored.items())
+    quantized = quantized_for_certain(
+        ((name, value.dtype) for name, value in stored.items()), config
+    )
     if quantized is not None:
         _refuse_arithmetic(quantized, stored, target)
     apart = {}
@@ -505,7 +507,7 @@ def _edit_side_files(
     tensors = [(o.name, o.dtype) for o in outputs]
     edits = [*architecture_edits(config), *tie_edits, *quantization_edits(config, tensors)]
     stored = majority_dtype((o.dtype, o.nbytes) for o in outputs)
-    if stored is not None and is_quantized(tensors) is None:
+    if stored is not None and quantized_for_certain(tensors, config) is None:
         edits += dtype_edits(config, stored)
     tokenizer_edits = []
     if compat is not None:

@@ -347,6 +347,27 @@ def is_quantized(tensors: Iterable[tuple[str, str]]) -> str | None:
     return None
 
 
+def quantized_for_certain(
+    tensors: Iterable[tuple[str, str]], config: JsonObject | None
+) -> str | None:
+    """A tensor of a model whose weights are quantized, None if they may be plain.
+
+    Dtypes alone do not tell: integers may be counts, and FP8 may hold values that need no scale. It
+    is certain where the config says so, or where a name is one that only quantized layers have.
+
+    Args:
+        tensors: name and dtype (safetensors name).
+        config: ``config.json``; None if there is none.
+    """
+    tensors = list(tensors)
+    named = next((name for name, _ in tensors if _QUANTIZED_NAME.search(name)), None)
+    if named is not None:
+        return named
+    parts = [part for _, part in model_configs(config or {})]
+    declared = any(part.get(key) for part in parts for key in _QUANTIZATION_KEYS)
+    return is_quantized(tensors) if declared else None
+
+
 def quantization_edits(config: JsonObject, tensors: Iterable[tuple[str, str]]) -> list[Edit]:
     """Edits that remove ``quantization_config`` and ``compression_config`` where they are wrong.
 

@@ -37,6 +37,7 @@ from streammerge.config import (
     majority_dtype,
     parse_json,
     quantization_edits,
+    quantized_for_certain,
 )
 from streammerge.dtypes import FROM_TORCH
 from streammerge.errors import CorruptFileError
@@ -473,6 +474,23 @@ def test_stored_checkpoints_are_not_taken_for_quantized() -> None:
         assert is_quantized(tensors) is None, path
         seen += len(tensors)
     assert seen > 1000
+
+
+@pytest.mark.parametrize(
+    ("tensors", "config", "certain"),
+    [
+        ([("a.weight", "I32")], None, None),
+        ([("a.weight", "F8_E4M3")], {"quantization_config": None}, None),
+        ([("a.weight", "F8_E4M3")], {"quantization_config": {"quant_method": "fp8"}}, "a.weight"),
+        ([("a.weight", "BF16")], {"quantization_config": {"quant_method": "fp8"}}, None),
+        ([("a.weight", "U8")], {"text_config": {"compression_config": {"x": 1}}}, "a.weight"),
+        ([("a.weight", "U8"), ("a.weight.absmax", "F32")], None, "a.weight.absmax"),
+    ],
+)
+def test_what_makes_quantization_certain(
+    tensors: list[tuple[str, str]], config: JsonObject | None, certain: str | None
+) -> None:
+    assert quantized_for_certain(tensors, config) == certain
 
 
 def test_a_stale_quantization_config_is_removed(tmp_path: Any) -> None:

@@ -22,10 +22,10 @@ from streammerge.config import (
     architecture_edits,
     config_dtype,
     dtype_edits,
-    is_quantized,
     majority_dtype,
     model_configs,
     quantization_edits,
+    quantized_for_certain,
 )
 from streammerge.dtypes import FLOATING, TO_TORCH
 from streammerge.errors import UnsupportedError
@@ -366,7 +366,7 @@ def check_dtypes(weights: Weights, config: JsonObject | None) -> Iterator[Findin
     if config is not None:
         for edit in quantization_edits(config, tensors):
             yield error(f"config.json: {'.'.join(edit.path)} must go: {edit.reason}")
-    if is_quantized(tensors) is not None:
+    if quantized_for_certain(tensors, config) is not None:
         return  # the config says in which dtype they compute, not how they are stored
     stored = majority_dtype((weight.dtype, weight.nbytes) for weight in weights.values())
     if config is not None and stored is not None:
