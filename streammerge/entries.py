@@ -1,293 +1,442 @@
-"""What one rank file says of each key: stand-ins of the pickle turned into checked records.
+"""What one rank file says of each key: the stand-ins of its pickle, checked, as columns.
 
 The rules are in the formats themselves: ``DTensor``, ``DTensorSpec`` and ``DeviceMesh`` of torch
 2.4 to 2.14, ``ShardedTensor`` of FSDP1.
+
+Thousands of tensors differ in little but their names. What else there is to say of one is its
+form; a file lists each form once. Columns and forms hold nothing but numbers, strings and tuples,
+so that they can be sent by another process (`rank_readers`).
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+from array import array
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from streammerge import unpickler as stand_ins
+from streammerge.checkpoint import File
 from streammerge.dtypes import FROM_TORCH, ITEMSIZE
 from streammerge.errors import (
     CorruptFileError,
     InconsistentRanksError,
     PlacementError,
+    SourceError,
     UnsupportedError,
 )
-from streammerge.placement import (
-    Box,
-    Partial,
-    Placement,
-    Replicate,
-    Shard,
-    Sharding,
-    ShardOrder,
-    StridedShard,
-    describe_box,
-    mesh_positions,
-    row_major_strides,
-)
-from streammerge.torchfile import TorchFile
-from streammerge.unpickler import brief
+from streammerge.placement import row_major_strides
+from streammerge.torchfile import TorchFile, read_torch_file
+from streammerge.unpickler import MAX_DIMS, brief
+
+# What a file's device meshes may name in ranks, all together: one mesh of 8,192 ranks for each of
+# 1,000 tensors, where torch stores one for all.
+_MAX_MESH_RANKS = 1 << 23
+# Parts that strided placements may cut a local shard into. FSDP2 over TP makes one.
+_MAX_SPLITS = 1 << 16
+
+# FSDP1 gives each rank one shard, at most.
+_MAX_SHARDS_PER_RANK = 16
+
+_FLAT_PARAMETERS = {"_flat_param", "flat_param"}
+
+Ints = tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class View:
-    """A local tensor as a view on a stored blob.
+class Mesh(NamedTuple):
+    """A device mesh: its shape, the ranks in it, row-major, and its dim names."""
 
-    Attributes:
-        member: index into the file's members.
-        start: byte offset of the first element in the member.
-        dtype: safetensors name.
-        sizes: local shape.
-        strides: in elements; None if contiguous.
-        conj: the value is the complex conjugate of what is stored.
-    """
-
-    member: int
-    start: int
-    dtype: str
-    sizes: tuple[int, ...]
-    strides: tuple[int, ...] | None
-    conj: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Mesh:
-    """A device mesh: the ranks in it, row-major, and its shape and dim names."""
-
-    shape: tuple[int, ...]
-    ranks: tuple[int, ...]
+    shape: Ints
+    ranks: Ints
     dim_names: tuple[str, ...] | None
 
     def __str__(self) -> str:
         return f"{list(self.ranks)} as {'x'.join(map(str, self.shape))}"
 
 
-@dataclass(frozen=True, slots=True)
-class PlainEntry:
+class PlainForm(NamedTuple):
     """A tensor that is no DTensor: one copy of the whole value."""
 
-    view: View
+    dtype: str
+    sizes: Ints
 
 
-@dataclass(frozen=True, slots=True)
-class MeshEntry:
-    """A DTensor: its local shard, global shape and how it is spread.
+class MeshForm(NamedTuple):
+    """A DTensor: its local and global shape and how it is spread.
 
-    Meshes and shardings are interned over all rank files: equal ones are the same object. The
-    position is that of the file's rank, see `placement.mesh_positions`; None outside the mesh.
+    Attributes:
+        dtype: safetensors name.
+        sizes: local shape.
+        shape: global shape.
+        mesh: index into `RankFile.meshes`.
+        placements: one per mesh dim, as class name and arguments: ``("Shard", 0)``.
+        shard_order, strided_is_order: see `placement.Sharding`.
     """
 
-    view: View
-    shape: tuple[int, ...]
-    sharding: Sharding
-    mesh: Mesh
-    position: tuple[int, ...] | None
-
-
-@dataclass(frozen=True, slots=True)
-class BoxEntry:
-    """A ShardedTensor: its local shards and what its metadata say of all shards."""
-
-    views: tuple[View, ...]
-    boxes: tuple[Box, ...]
     dtype: str
-    shape: tuple[int, ...]
-    owners: tuple[tuple[Box, int], ...]
+    sizes: Ints
+    shape: Ints
+    mesh: int
+    placements: tuple[tuple[Any, ...], ...]
+    shard_order: tuple[tuple[int, Ints], ...] | None
+    strided_is_order: bool | None
 
 
-Entry = PlainEntry | MeshEntry | BoxEntry
+class BoxForm(NamedTuple):
+    """A ShardedTensor: its local shards and what its metadata say of all shards.
+
+    Attributes:
+        dtype: safetensors name.
+        shape: global shape.
+        held: offsets and sizes of the local shards.
+        listed: offsets, sizes and rank of every shard.
+    """
+
+    dtype: str
+    shape: Ints
+    held: tuple[tuple[Ints, Ints], ...]
+    listed: tuple[tuple[Ints, Ints, int], ...]
 
 
-class EntryReader:
-    """Turns the stand-ins of one rank file into entries.
+Form = PlainForm | MeshForm | BoxForm
+
+
+class View(NamedTuple):
+    """A local tensor as a view on a stored blob.
+
+    Attributes:
+        member: index into the file's members.
+        start: byte offset of the first element in the member.
+        strides: in elements; None if contiguous.
+        conj: the value is the complex conjugate of what is stored.
+    """
+
+    member: int
+    start: int
+    strides: Ints | None
+    conj: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RankFile:
+    """What a rank file holds, without the data.
+
+    Attributes:
+        file: path, identity and members.
+        pickle_nbytes: bytes of its pickle.
+        names: the keys of its tensors.
+        forms: what there is to say of them, without repetitions.
+        meshes: the device meshes that forms refer to.
+        kinds, members, starts: for each key, the index of its form, and of its local tensor the
+            index of the member and the byte offset there (0 for a ShardedTensor, see `shards`).
+        odd: position of a key -> its view, where that is not contiguous or is conjugated.
+        shards: position of a key -> the local shards of its ShardedTensor.
+        skipped: keys that hold no tensor, and what they hold.
+        beside: what lies beside the state dict, likewise.
+    """
+
+    file: File
+    pickle_nbytes: int
+    names: list[str] = field(default_factory=list)
+    forms: list[Form] = field(default_factory=list)
+    meshes: list[Mesh] = field(default_factory=list)
+    kinds: array[int] = field(default_factory=lambda: array("i"))
+    members: array[int] = field(default_factory=lambda: array("i"))
+    starts: array[int] = field(default_factory=lambda: array("q"))
+    odd: dict[int, View] = field(default_factory=dict)
+    shards: dict[int, list[View]] = field(default_factory=dict)
+    skipped: list[tuple[str, str]] = field(default_factory=list)
+    beside: list[tuple[str, str]] = field(default_factory=list)
+
+
+def read_rank_file(path: str, rank: int, world_size: int) -> RankFile:
+    """Read the metadata of one rank file.
 
     Args:
-        source: the rank file.
-        rank: the rank that its name says.
-        world_size: the number of ranks that its name says.
-        interned: meshes and shardings seen so far; thousands of tensors share a few of them.
-    """
+        path: the file.
+        rank, world_size: as its name says.
 
-    def __init__(
-        self, source: TorchFile, rank: int, world_size: int, interned: dict[object, Any]
-    ) -> None:
-        self._source = source
+    Raises:
+        SourceError: a file that is damaged, contradicts itself or its name, or cannot be merged.
+    """
+    source = read_torch_file(path)
+    found = RankFile(source.file, source.pickle_nbytes)
+    reader = _Reader(source, rank, world_size, found)
+    try:
+        state_dict, beside = unwrap(source.root)
+        for name, value in state_dict.items():
+            reader.add(name, value)
+    except SourceError as error:
+        raise type(error)(f"{path}: {error}", hint=error.hint) from error
+    for key, value in beside.items():
+        name = key if isinstance(key, str) else brief(key)
+        found.beside.append((name, f"{kind_of(value)} beside the model"))
+    return found
+
+
+def quoted(name: str) -> str:
+    """A key for people, on one line."""
+    return f"'{name}'" if name.isprintable() and len(name) <= 200 else f"{name!r:.200}"
+
+
+class _Reader:
+    """Adds what a rank file says of its keys to the columns of a `RankFile`."""
+
+    def __init__(self, source: TorchFile, rank: int, world_size: int, found: RankFile) -> None:
+        self._members = source.members
+        self._sizes = source.file.members.sizes
         self._rank = rank
         self._world_size = world_size
-        self._interned = interned
-        # By id: records stay alive as long as the source does.
-        self._meshes: dict[int, tuple[Mesh, tuple[int, ...] | None]] = {}
+        self._found = found
+        self._forms: dict[Form, int] = {}
+        self._meshes: dict[Mesh, int] = {}
+        # By id: the stand-ins stay alive as long as the source does.
+        self._mesh_records: dict[int, int] = {}
+        self._mesh_ranks = 0
+        self._listings: dict[int, tuple[tuple[Ints, Ints, int], ...]] = {}
 
-    def read(self, value: object) -> Entry | None:
-        """The entry for one value of the state dict, None if it is no tensor.
+    def add(self, name: object, value: object) -> None:
+        """Add the value of a key."""
+        if not isinstance(name, str):
+            raise UnsupportedError(f"key {brief(name)} is no name")
+        if name.rpartition(".")[2] in _FLAT_PARAMETERS:
+            raise UnsupportedError(
+                f"key {quoted(name)} is a flat parameter of FSDP1 (LOCAL_STATE_DICT): several "
+                "weights in one tensor, without their names and shapes",
+                hint="save with StateDictType.SHARDED_STATE_DICT",
+            )
+        try:
+            if isinstance(value, stand_ins.DTensor):
+                self._add_mesh_form(name, value)
+            elif isinstance(value, stand_ins.StridedTensor):
+                dtype, view = self._view(value)
+                self._add(name, PlainForm(dtype, value.sizes), view)
+            elif isinstance(value, stand_ins.ShardedTensor):
+                self._add_box_form(name, value)
+            else:
+                self._found.skipped.append((name, kind_of(value)))
+        except SourceError as error:
+            raise type(error)(f"key {quoted(name)}: {error}", hint=error.hint) from error
 
-        Raises:
-            SourceError: a tensor that contradicts itself, its file or its rank, or that cannot be
-                merged.
-        """
-        if isinstance(value, stand_ins.StridedTensor):
-            return PlainEntry(self._view(value))
-        if isinstance(value, stand_ins.DTensor):
-            return self._mesh_entry(value)
-        if isinstance(value, stand_ins.ShardedTensor):
-            return self._box_entry(value)
-        return None
+    def _add(self, name: str, form: Form, view: View) -> None:
+        found = self._found
+        index = self._forms.setdefault(form, len(found.forms))
+        if index == len(found.forms):
+            found.forms.append(form)
+        if view.strides is not None or view.conj:
+            found.odd[len(found.names)] = view
+        found.names.append(name)
+        found.kinds.append(index)
+        found.members.append(view.member)
+        found.starts.append(view.start)
 
-    def _view(self, tensor: stand_ins.StridedTensor) -> View:
+    def _view(self, tensor: stand_ins.StridedTensor) -> tuple[str, View]:
+        """The dtype and the place of a local tensor."""
         dtype = FROM_TORCH.get(tensor.dtype or "")
         if dtype is None:
             raise UnsupportedError(
                 f"dtype {tensor.dtype or 'unknown'} has no equivalent in safetensors"
             )
-        member = self._source.members[tensor.storage.key]
-        itemsize = ITEMSIZE[dtype]
-        stored = self._source.file.members.sizes[member]
-        last = tensor.offset
-        if 0 not in tensor.sizes:
-            last += sum(
-                (size - 1) * stride
-                for size, stride in zip(tensor.sizes, tensor.strides, strict=True)
-            )
-            if (last + 1) * itemsize > stored:
-                raise CorruptFileError(
-                    f"local tensor {list(tensor.sizes)} of {dtype} reaches byte "
-                    f"{(last + 1) * itemsize:,} of a storage of {stored:,} bytes"
-                )
-        contiguous = _is_contiguous(tensor.sizes, tensor.strides)
-        return View(
-            member,
+        member = self._members[tensor.storage.key]
+        if 0 in tensor.sizes:
             # Where nothing is read, the offset means nothing; it may lie behind the storage.
-            0 if 0 in tensor.sizes else tensor.offset * itemsize,
-            dtype,
-            tensor.sizes,
-            None if contiguous else tensor.strides,
-            tensor.conj,
-        )
+            return dtype, View(member, 0, None, tensor.conj)
+        contiguous = True
+        last = tensor.offset
+        step = 1
+        for size, stride in zip(reversed(tensor.sizes), reversed(tensor.strides), strict=True):
+            if size != 1:  # as torch has it, dims of size 1 may have any stride
+                contiguous = contiguous and stride == step
+                last += (size - 1) * stride
+                step *= size
+        itemsize = ITEMSIZE[dtype]
+        stored = self._sizes[member]
+        if (last + 1) * itemsize > stored:
+            raise CorruptFileError(
+                f"local tensor {list(tensor.sizes)} of {dtype} reaches byte "
+                f"{(last + 1) * itemsize:,} of a storage of {stored:,} bytes"
+            )
+        strides = None if contiguous else tensor.strides
+        return dtype, View(member, tensor.offset * itemsize, strides, tensor.conj)
 
-    def _mesh_entry(self, value: stand_ins.DTensor) -> MeshEntry:
-        local, spec = value.field("_local_tensor"), value.field("_spec")
+    # --- DTensor ---
+
+    def _add_mesh_form(self, name: str, value: stand_ins.DTensor) -> None:
+        local, spec = value._local_tensor, value._spec
         if not isinstance(local, stand_ins.StridedTensor):
             raise UnsupportedError("a DTensor whose local tensor is no plain tensor")
         if not isinstance(spec, stand_ins.DTensorSpec):
             raise CorruptFileError("a DTensor without a spec")
-        meta = spec.field("tensor_meta")
+        meta = spec.tensor_meta
         if not isinstance(meta, stand_ins.TensorMeta):
             raise CorruptFileError("a DTensor without its global shape")
-        shape = meta.field("shape", 0)
-        if not stand_ins.is_ints(shape):
+        shape = meta.shape
+        if not stand_ins.is_shape(shape):
             raise CorruptFileError(f"a DTensor of global shape {brief(shape)}")
-        view = self._view(local)
-        torch_dtype = meta.field("dtype", 2)
-        dtype = FROM_TORCH.get(torch_dtype) if isinstance(torch_dtype, str) else None
-        if dtype != view.dtype:
-            raise PlacementError(f"local shard has dtype {view.dtype}, its DTensor says {dtype}")
-        strided_is_order = spec.field("use_strided_shard_as_shard_order")
+        dtype, view = self._view(local)
+        torch_dtype = meta.dtype
+        said = FROM_TORCH.get(torch_dtype) if isinstance(torch_dtype, str) else None
+        if said != dtype:
+            raise PlacementError(f"local shard has dtype {dtype}, its DTensor says {said}")
+        strided_is_order = spec.use_strided_shard_as_shard_order
         if strided_is_order is not None and type(strided_is_order) is not bool:
             raise CorruptFileError("a DTensor whose use_strided_shard_as_shard_order is damaged")
-        mesh, position = self._mesh(spec.field("mesh"))
-        sharding = Sharding(
-            mesh.shape,
-            _read_placements(spec.field("placements"), len(shape)),
-            _read_shard_order(spec.field("shard_order")),
+        form = MeshForm(
+            dtype,
+            local.sizes,
+            shape,
+            self._mesh(spec.mesh),
+            _read_placements(spec.placements, len(shape)),
+            _read_shard_order(spec.shard_order),
             strided_is_order,
         )
-        sharding = self._interned.setdefault(sharding, sharding)
-        return MeshEntry(view, shape, sharding, mesh, position)
+        self._add(name, form, view)
 
-    def _mesh(self, record: object) -> tuple[Mesh, tuple[int, ...] | None]:
+    def _mesh(self, record: object) -> int:
         if not isinstance(record, stand_ins.DeviceMesh):
             raise CorruptFileError("a DTensor without a device mesh")
-        found = self._meshes.get(id(record))
-        if found is None:
-            mesh = _read_mesh(record, self._rank)
+        index = self._mesh_records.get(id(record))
+        if index is None:
+            mesh = self._read_mesh(record)
             self._check_writer(record, mesh)
-            mesh = self._interned.setdefault(mesh, mesh)
-            position = None
-            if self._rank in mesh.ranks:
-                index = mesh.ranks.index(self._rank)
-                position = mesh_positions(mesh.shape, mesh.ranks)[index]
-            found = self._meshes[id(record)] = (mesh, position)
-        return found
+            index = self._meshes.setdefault(mesh, len(self._meshes))
+            if index == len(self._found.meshes):
+                self._found.meshes.append(mesh)
+            self._mesh_records[id(record)] = index
+        return index
+
+    def _read_mesh(self, record: stand_ins.DeviceMesh) -> Mesh:
+        """Shape and ranks of a device mesh, whichever torch version pickled it."""
+        layout = record._layout
+        if layout is not None:  # torch 2.11 and newer
+            rank_map = self._rank_map(record._flatten_rank_map)
+            if not isinstance(layout, stand_ins.MeshLayout) or not stand_ins.is_ints(rank_map):
+                raise CorruptFileError("a device mesh whose layout is damaged")
+            axes = _read_axes(layout)
+            shape = tuple(math.prod(size for size, _ in axis) for axis in axes)
+            ranks = _ranks_of_layout(axes, rank_map, self._rank)
+        else:
+            mesh = record.mesh
+            listed = self._rank_map(record._flatten_mesh_list)
+            if not isinstance(mesh, stand_ins.StridedTensor) or not stand_ins.is_ints(listed):
+                raise CorruptFileError("a device mesh without its ranks")
+            shape, ranks = mesh.sizes, listed
+        if not ranks or math.prod(shape) != len(ranks) or len(set(ranks)) != len(ranks):
+            raise CorruptFileError(
+                f"a device mesh of shape {list(shape)} with ranks {brief(ranks)}"
+            )
+        names = record._mesh_dim_names or record.mesh_dim_names
+        return Mesh(shape, ranks, _read_dim_names(names, len(shape)))
+
+    def _rank_map(self, value: object) -> object:
+        """A list of ranks as a tuple; all lists together have a bounded length."""
+        if not isinstance(value, tuple | list):
+            return value
+        self._mesh_ranks += len(value)
+        if self._mesh_ranks > _MAX_MESH_RANKS:
+            raise UnsupportedError("more ranks in its device meshes than any job has")
+        return tuple(value)
 
     def _check_writer(self, record: stand_ins.DeviceMesh, mesh: Mesh) -> None:
-        outside = [rank for rank in mesh.ranks if rank >= self._world_size]
-        if outside:
+        if max(mesh.ranks) >= self._world_size:
+            outside = next(rank for rank in mesh.ranks if rank >= self._world_size)
             raise InconsistentRanksError(
-                f"the device mesh {mesh} names rank {outside[0]}, "
+                f"the device mesh {mesh} names rank {outside}, "
                 f"but the file's name says a world size of {self._world_size}"
             )
-        writer = record.field("_rank")
-        coordinate = record.field("_coordinate_on_dim")
+        writer = record._rank
+        coordinate = record._coordinate_on_dim
         if writer is None and coordinate is not None:
-            at = tuple(coordinate) if isinstance(coordinate, list | tuple) else None
+            at = coordinate
+            if isinstance(coordinate, list) and len(coordinate) == len(mesh.shape):
+                at = tuple(coordinate)
             if (
-                not stand_ins.is_ints(at)
+                not stand_ins.is_shape(at)
                 or len(at) != len(mesh.shape)
                 or any(index >= size for index, size in zip(at, mesh.shape, strict=True))
             ):
                 raise CorruptFileError(f"a device mesh with coordinate {brief(coordinate)}")
             strides = row_major_strides(mesh.shape)
             writer = mesh.ranks[sum(a * s for a, s in zip(at, strides, strict=True))]
+        self._check_rank(writer, "device mesh")
+
+    def _check_rank(self, writer: object, source: str) -> None:
         if writer is not None and writer != self._rank:
             raise InconsistentRanksError(
-                f"the file's name says rank {self._rank}, its device mesh says that rank "
+                f"the file's name says rank {self._rank}, its {source} says that rank "
                 f"{brief(writer)} wrote it",
                 hint="the rank files were renamed or mixed up; restore their names",
             )
 
-    def _box_entry(self, value: stand_ins.ShardedTensor) -> BoxEntry:
+    # --- ShardedTensor ---
+
+    def _add_box_form(self, name: str, value: stand_ins.ShardedTensor) -> None:
         state = value.state
         if not isinstance(state, tuple) or len(state) != 5 or not isinstance(state[0], list):
             raise CorruptFileError("a ShardedTensor whose state is damaged")
         shards, metadata, group = state[:3]
         if not isinstance(metadata, stand_ins.ShardedTensorMetadata):
             raise CorruptFileError("a ShardedTensor without metadata")
-        shape = metadata.field("size")
-        if not stand_ins.is_ints(shape):
+        shape = metadata.size
+        if not stand_ins.is_shape(shape):
             raise CorruptFileError(f"a ShardedTensor of global shape {brief(shape)}")
-        writer = group.field("global_rank") if isinstance(group, stand_ins.Record) else None
-        if writer is not None and writer != self._rank:
-            raise InconsistentRanksError(
-                f"the file's name says rank {self._rank}, its process group says that rank "
-                f"{brief(writer)} wrote it",
-                hint="the rank files were renamed or mixed up; restore their names",
+        if isinstance(group, stand_ins.ProcessGroupState):
+            self._check_rank(group.global_rank, "process group")
+        listed = self._read_listing(metadata.shards_metadata)
+        ours = {(offsets, sizes) for offsets, sizes, owner in listed if owner == self._rank}
+        if len(shards) > len(listed):
+            raise PlacementError(
+                f"the metadata list {len(listed)} shards, this rank alone holds {len(shards)}"
             )
-        owners = tuple(_read_shard_metadata(m) for m in metadata.field("shards_metadata") or ())
-        views, boxes = [], []
+        views: list[View] = []
+        held: list[tuple[Ints, Ints]] = []
+        dtypes: set[str] = set()
         for shard in shards:
             if not isinstance(shard, stand_ins.LocalShard):
                 raise CorruptFileError("a ShardedTensor whose local shards are damaged")
-            tensor = shard.field("tensor")
+            tensor = shard.tensor
             if not isinstance(tensor, stand_ins.StridedTensor):
                 raise UnsupportedError("a ShardedTensor whose local shard is no plain tensor")
-            view = self._view(tensor)
-            box, _ = _read_shard_metadata(shard.field("metadata"))
-            if view.sizes != box.sizes:
+            dtype, view = self._view(tensor)
+            dtypes.add(dtype)
+            offsets, sizes, _ = _read_shard_metadata(shard.metadata)
+            if tensor.sizes != sizes:
                 raise PlacementError(
-                    f"local shard has shape {list(view.sizes)}, its metadata say {list(box.sizes)}"
+                    f"local shard has shape {list(tensor.sizes)}, its metadata say {list(sizes)}"
                 )
-            if (box, self._rank) not in owners:
+            if (offsets, sizes) not in ours:
                 raise PlacementError(
-                    f"local shard {describe_box(box)} is not listed for rank {self._rank}"
+                    f"local shard {_describe_range(offsets, sizes)} is not listed for rank "
+                    f"{self._rank}"
                 )
             views.append(view)
-            boxes.append(box)
-        listed = sum(owner == self._rank and 0 not in box.sizes for box, owner in owners)
-        held = sum(0 not in box.sizes for box in boxes)
-        if listed != held:
+            held.append((offsets, sizes))
+        expected = sum(owner == self._rank and 0 not in sizes for _, sizes, owner in listed)
+        full = sum(0 not in sizes for _, sizes in held)
+        if expected != full:
             raise PlacementError(
-                f"the metadata list {listed} shards for rank {self._rank}, its file holds {held}"
+                f"the metadata list {expected} shards for rank {self._rank}, its file holds {full}"
             )
-        dtype = views[0].dtype if views else _read_box_dtype(value)
-        return BoxEntry(tuple(views), tuple(boxes), dtype, shape, owners)
+        if len(dtypes) > 1:
+            raise PlacementError(f"local shards of several dtypes: {', '.join(sorted(dtypes))}")
+        self._found.shards[len(self._found.names)] = views
+        dtype = dtypes.pop() if dtypes else _read_box_dtype(value)
+        self._add(name, BoxForm(dtype, shape, tuple(held), listed), View(0, 0, None, False))
+
+    def _read_listing(self, records: object) -> tuple[tuple[Ints, Ints, int], ...]:
+        """The shards that the metadata of a ShardedTensor list."""
+        listed = self._listings.get(id(records))
+        if listed is None:
+            if not isinstance(records, list):
+                raise CorruptFileError("a ShardedTensor whose metadata are damaged")
+            if len(records) > _MAX_SHARDS_PER_RANK * self._world_size:
+                raise UnsupportedError(
+                    f"a ShardedTensor of {len(records):,} shards over {self._world_size} ranks"
+                )
+            listed = self._listings[id(records)] = tuple(map(_read_shard_metadata, records))
+        return listed
 
 
 # Names under which training loops keep the model's state dict, most usual first.
@@ -306,15 +455,17 @@ def unwrap(root: object) -> tuple[Mapping[object, object], Mapping[object, objec
         raise UnsupportedError(
             f"it holds a {kind_of(root)}, not a dict of tensors", hint="is it a model's rank file?"
         )
+    dicts = {id(value): value for value in root.values() if isinstance(value, dict)}
+    with_tensors = {key for key, value in dicts.items() if any(map(_is_tensor, value.values()))}
     nested = {
         key: value
         for key, value in root.items()
-        if isinstance(value, dict)
-        and any(_is_tensor(v) for v in value.values())
-        and not str(key).endswith("_extra_state")  # a module's own, beside its weights
+        if id(value) in with_tensors
+        # a module's own, beside its weights
+        and not (isinstance(key, str) and key.endswith("_extra_state"))
     }
-    flat = any(_is_tensor(value) for value in root.values())
-    name = next((name for name in _WRAPPERS if name in nested), None)
+    flat = any(map(_is_tensor, root.values()))
+    name: object = next((name for name in _WRAPPERS if name in nested), None)
     if name is None and not nested and not flat:  # a rank that keeps no tensors, wrapped or not
         name = next((name for name in _WRAPPERS if isinstance(root.get(name), dict)), None)
     if name is None and not flat and len(nested) == 1:
@@ -323,7 +474,7 @@ def unwrap(root: object) -> tuple[Mapping[object, object], Mapping[object, objec
         return root[name], {key: value for key, value in root.items() if key != name}
     if nested:
         where = "tensors beside and in" if flat else "several dicts of tensors to choose from:"
-        raise UnsupportedError(f"{where} {', '.join(map(brief, nested))}")
+        raise UnsupportedError(f"{where} {', '.join(map(brief, list(nested)[:5]))}")
     return root, {}
 
 
@@ -339,78 +490,66 @@ def _is_tensor(value: object) -> bool:
     return isinstance(value, kinds)
 
 
-def _is_contiguous(sizes: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    # As torch has it: dims of size 1 may have any stride, a tensor without elements is contiguous.
-    if 0 in sizes:
-        return True
-    expected = row_major_strides(sizes)
-    return all(
-        size == 1 or stride == e for size, stride, e in zip(sizes, strides, expected, strict=True)
-    )
+# --- placements and meshes ---
 
 
-def _read_placements(value: object, ndim: int) -> tuple[Placement, ...]:
-    if not isinstance(value, tuple | list):
+def _read_placements(value: object, ndim: int) -> tuple[tuple[Any, ...], ...]:
+    if not isinstance(value, tuple | list) or len(value) > MAX_DIMS:
         raise CorruptFileError("a DTensor without placements")
-    placements: list[Placement] = []
-    for record in value:
-        if isinstance(record, stand_ins.ReplicatePlacement):
-            placements.append(Replicate())
-        elif isinstance(record, stand_ins.PartialPlacement):
-            placements.append(Partial(str(record.field("reduce_op", 0) or "sum")))
-        elif isinstance(record, stand_ins.ShardPlacement | stand_ins.StridedShardPlacement):
-            dim = record.field("dim", 0)
-            if not stand_ins.is_int(dim):
-                raise CorruptFileError(f"a placement on dim {brief(dim)}")
-            dim = dim + ndim if dim < 0 else dim
-            if isinstance(record, stand_ins.ShardPlacement):
-                placements.append(Shard(dim))
-            else:
-                factor = record.field("split_factor", 1)
-                if not stand_ins.is_int(factor) or factor < 1:
-                    raise CorruptFileError(f"a placement with split factor {brief(factor)}")
-                placements.append(StridedShard(dim, factor))
-        else:
-            raise UnsupportedError(f"a placement of an unknown kind ({kind_of(record)})")
-    return tuple(placements)
+    placements = tuple([_read_placement(record, ndim) for record in value])
+    splits = math.prod(placement[2] for placement in placements if len(placement) == 3)
+    if splits > _MAX_SPLITS:
+        raise PlacementError(f"split factors that cut a local shard into {splits:,} parts")
+    return placements
 
 
-def _read_shard_order(value: object) -> ShardOrder | None:
+def _read_placement(record: object, ndim: int) -> tuple[Any, ...]:
+    """Class name and arguments of one placement."""
+    if isinstance(record, stand_ins.ReplicatePlacement):
+        return ("Replicate",)
+    if isinstance(record, stand_ins.PartialPlacement):
+        reduce_op = record.reduce_op
+        return ("Partial", reduce_op if isinstance(reduce_op, str) else "sum")
+    if not isinstance(record, stand_ins.ShardPlacement | stand_ins.StridedShardPlacement):
+        raise UnsupportedError(f"a placement of an unknown kind ({kind_of(record)})")
+    dim = record.dim
+    if not stand_ins.is_int(dim):
+        raise CorruptFileError(f"a placement on dim {brief(dim)}")
+    dim = dim + ndim if dim < 0 else dim
+    if isinstance(record, stand_ins.ShardPlacement):
+        return ("Shard", dim)
+    factor = record.split_factor
+    if not stand_ins.is_int(factor) or factor < 1:
+        raise CorruptFileError(f"a placement with split factor {brief(factor)}")
+    return ("StridedShard", dim, factor)
+
+
+def _read_shard_order(value: object) -> tuple[tuple[int, Ints], ...] | None:
     if value is None:
         return None
+    if not isinstance(value, tuple) or len(value) > MAX_DIMS:
+        raise CorruptFileError("a DTensor whose shard_order is damaged")
     order = []
-    for entry in value if isinstance(value, tuple) else ():
+    for entry in value:
         if not isinstance(entry, stand_ins.ShardOrderEntry):
             raise CorruptFileError("a DTensor whose shard_order is damaged")
-        dim, mesh_dims = entry.field("tensor_dim", 0), entry.field("mesh_dims", 1)
-        if not stand_ins.is_int(dim) or not stand_ins.is_ints(mesh_dims):
+        dim, mesh_dims = entry.tensor_dim, entry.mesh_dims
+        if not stand_ins.is_int(dim) or not stand_ins.is_shape(mesh_dims):
             raise CorruptFileError("a DTensor whose shard_order is damaged")
         order.append((dim, mesh_dims))
     return tuple(order)
 
 
-def _read_mesh(record: stand_ins.DeviceMesh, rank: int) -> Mesh:
-    """Shape and ranks of a device mesh, whichever torch version pickled it."""
-    names = record.field("_mesh_dim_names") or record.field("mesh_dim_names")
-    dim_names = tuple(map(str, names)) if isinstance(names, tuple | list) else None
-    layout = record.field("_layout")
-    if layout is not None:  # torch 2.11 and newer
-        rank_map = record.field("_flatten_rank_map")
-        if not isinstance(layout, stand_ins.MeshLayout) or not stand_ins.is_ints(rank_map):
-            raise CorruptFileError("a device mesh whose layout is damaged")
-        axes = _read_axes(layout)
-        shape = tuple(math.prod(size for size, _ in axis) for axis in axes)
-        ranks = _ranks_of_layout(axes, rank_map, rank)
-    else:
-        mesh = record.field("mesh")
-        flat = record.field("_flatten_mesh_list")
-        ranks = tuple(flat) if isinstance(flat, tuple | list) else ()
-        if not isinstance(mesh, stand_ins.StridedTensor) or not stand_ins.is_ints(ranks):
-            raise CorruptFileError("a device mesh without its ranks")
-        shape = mesh.sizes
-    if math.prod(shape) != len(ranks) or len(set(ranks)) != len(ranks):
-        raise CorruptFileError(f"a device mesh of shape {list(shape)} with ranks {brief(ranks)}")
-    return Mesh(shape, ranks, dim_names)
+def _read_dim_names(names: object, ndim: int) -> tuple[str, ...] | None:
+    if names is None:
+        return None
+    if (
+        not isinstance(names, tuple | list)
+        or len(names) != ndim
+        or not all(isinstance(name, str) for name in names)
+    ):
+        raise CorruptFileError(f"a device mesh of {ndim} dims with names {brief(names)}")
+    return tuple(names)
 
 
 # Each mesh dim as (size, stride) pairs: one, none for size 1, or several for a flattened dim.
@@ -419,17 +558,19 @@ _Axes = list[list[tuple[int, int]]]
 
 def _read_axes(layout: stand_ins.MeshLayout) -> _Axes:
     """The dims of a mesh layout: ``axes`` (torch 2.13) or ``shape`` and ``stride`` (torch 2.11)."""
-    axes = layout.field("axes", 0)
+    axes = layout.axes
     pairs: list[tuple[Any, Any]]
     if isinstance(axes, tuple) and all(isinstance(a, stand_ins.FlatLayout) for a in axes):
-        pairs = [(axis.field("shape", 0), axis.field("stride", 1)) for axis in axes]
+        pairs = [(axis.shape, axis.stride) for axis in axes[: MAX_DIMS + 1]]
     else:
-        shape, stride = layout.field("shape", 0), layout.field("stride", 1)
+        shape, stride = layout.shape, layout.stride
         if not isinstance(shape, tuple):
             shape, stride = (shape,), (stride,)
         if not isinstance(stride, tuple) or len(shape) != len(stride):
             raise CorruptFileError("a device mesh whose layout is damaged")
         pairs = list(zip(shape, stride, strict=True))
+    if len(pairs) > MAX_DIMS:
+        raise CorruptFileError("a device mesh of too many dims")
     result = []
     for sizes, strides in pairs:
         flat_sizes, flat_strides = _flatten(sizes), _flatten(strides)
@@ -440,14 +581,23 @@ def _read_axes(layout: stand_ins.MeshLayout) -> _Axes:
 
 
 def _flatten(value: object) -> list[int]:
-    if stand_ins.is_int(value) and value >= 0:
-        return [value]
-    if isinstance(value, tuple):
-        return [n for item in value for n in _flatten(item)]
+    """An int, or the ints in nested tuples."""
+    flat: list[int] = []
+    pending = [value]
+    for _ in range(MAX_DIMS):
+        if not pending:
+            return flat
+        item = pending.pop()
+        if stand_ins.is_int(item) and item >= 0:
+            flat.append(item)
+        elif isinstance(item, tuple) and len(item) <= MAX_DIMS:
+            pending.extend(reversed(item))
+        else:
+            break
     raise CorruptFileError("a device mesh whose layout is damaged")
 
 
-def _ranks_of_layout(axes: _Axes, rank_map: tuple[int, ...], rank: int) -> tuple[int, ...]:
+def _ranks_of_layout(axes: _Axes, rank_map: Ints, rank: int) -> Ints:
     """The ranks of the mesh that holds `rank`.
 
     A layout gives positions in the rank map of the root mesh, starting at 0. For a sliced mesh it
@@ -475,23 +625,31 @@ def _ranks_of_layout(axes: _Axes, rank_map: tuple[int, ...], rank: int) -> tuple
     return tuple(rank_map[position] for position in positions)
 
 
-def _read_shard_metadata(record: object) -> tuple[Box, int]:
-    """The part of one shard of a ShardedTensor, and the rank that owns it."""
+# --- shards of a ShardedTensor ---
+
+
+def _read_shard_metadata(record: object) -> tuple[Ints, Ints, int]:
+    """Offsets and sizes of one shard of a ShardedTensor, and the rank that owns it."""
     if not isinstance(record, stand_ins.ShardMetadata):
         raise CorruptFileError("a ShardedTensor whose metadata are damaged")
-    offsets, sizes = record.field("shard_offsets"), record.field("shard_sizes")
-    placement = record.field("placement")
-    owner = placement.field("_rank") if isinstance(placement, stand_ins.Record) else None
-    if not isinstance(offsets, list | tuple) or not isinstance(sizes, list | tuple):
-        raise CorruptFileError("a ShardedTensor whose metadata are damaged")
-    offsets, sizes = tuple(offsets), tuple(sizes)
+    offsets, sizes = (
+        tuple(value) if isinstance(value, list | tuple) and len(value) <= MAX_DIMS else None
+        for value in (record.shard_offsets, record.shard_sizes)
+    )
+    placement = record.placement
+    owner = placement._rank if isinstance(placement, stand_ins.RemoteDevice) else None
     if (
-        not stand_ins.is_ints(offsets)
-        or not stand_ins.is_ints(sizes)
+        not stand_ins.is_shape(offsets)
+        or not stand_ins.is_shape(sizes)
+        or len(offsets) != len(sizes)
         or not stand_ins.is_int(owner)
     ):
         raise CorruptFileError("a ShardedTensor whose metadata are damaged")
-    return Box.whole_shard(offsets, sizes), owner
+    return offsets, sizes, owner
+
+
+def _describe_range(offsets: Ints, sizes: Ints) -> str:
+    return f"[{', '.join(f'{o}:{o + n}' for o, n in zip(offsets, sizes, strict=True))}]"
 
 
 def _read_box_dtype(value: stand_ins.ShardedTensor) -> str:

@@ -1,28 +1,30 @@
 """The container that torch.save writes: where the pickle and each stored blob lie in the file.
 
 Two kinds: a zip archive with stored members (the default since torch 1.6) and the legacy stream of
-pickles. Only metadata are read here; they are mapped in small windows that are closed again, since
-a map of the whole file would drag its pages into this process.
+pickles. Only metadata are read here, with plain reads: a file that is cut short while it is mapped
+would kill the process, and a map of the whole file would drag its pages into it.
 """
 
 from __future__ import annotations
 
-import io
-import mmap
 import os
-import pickle
+import stat
 import struct
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
 
 from streammerge.checkpoint import File, Members
 from streammerge.dtypes import FROM_TORCH, ITEMSIZE
 from streammerge.errors import CorruptFileError, SourceError, StreamMergeError, UnsupportedError
-from streammerge.unpickler import Storage, Unpickler, brief
+from streammerge.pickle_machine import MAX_BYTES, EndOfPickleError
+from streammerge.unpickler import Storage, Unpickled, brief, unpickle
 
-_WINDOW = 1 << 20  # bytes mapped at a time; a multiple of every page size
 _MAX_COMMENT = (1 << 16) - 1
+_MAX_DIRECTORY = 64 << 20  # bytes; that of 45,000 tensors has 5 MB
+_MAX_NOTE = 1 << 10  # bytes of members like byteorder
 
 # Zip records: APPNOTE.TXT of PKWARE, sections 4.3.7 to 4.3.16.
 _LOCAL_HEADER = struct.Struct("<4s5H3I2H")
@@ -31,10 +33,17 @@ _END = struct.Struct("<4s4H2IH")
 _END64_LOCATOR = struct.Struct("<4sIQI")
 _END64 = struct.Struct("<4sQ2H2I4Q")
 _ZIP64_EXTRA = 1
+_IN_ZIP64_EXTRA = 0xFFFFFFFF
+_HAS_DESCRIPTOR = 1 << 3  # flag: sizes and CRC stand behind the data, not in the local header
+_IGNORED_FLAGS = 0b110  # how hard a compressor tried
+_PLAIN_FLAGS = _HAS_DESCRIPTOR | 1 << 11 | _IGNORED_FLAGS  # 1 << 11: the name is UTF-8
 _ALIGNMENT = 64  # torch pads members to this, or to what .storage_alignment says
 
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 _LEGACY_PROTOCOL = 1001
+_LEGACY_FIRST_READ = 1 << 20
+
+LOCAL_HEADER_SIZE = _LOCAL_HEADER.size
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,33 +54,41 @@ class TorchFile:
         file: path, identity and members.
         root: the pickled object.
         members: storage key -> index into ``file.members``.
+        pickle_nbytes: bytes of the pickle.
     """
 
     file: File
     root: object
     members: Mapping[str, int]
+    pickle_nbytes: int
 
 
 def read_torch_file(path: str) -> TorchFile:
     """Read the metadata of a torch.save file.
 
+    What that takes is bounded, whatever the file holds; see `pickle_machine`.
+
     Raises:
         CorruptFileError: empty, cut short, damaged, or no torch.save file.
         UnsafePickleError: a pickle outside the allow-list.
-        UnsupportedError: compressed or big-endian.
+        UnsupportedError: compressed, big-endian, or with larger metadata than any checkpoint has.
     """
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        # A pipe of that name would otherwise be waited for.
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise SourceError(f"{path}: {error.strerror}") from error
     try:
         status = os.fstat(fd)
+        if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
+            raise CorruptFileError("not a regular file")
         if status.st_size == 0:
             raise CorruptFileError("the file is empty (0 bytes)")
-        start = os.pread(fd, 4, 0)
-        read = _read_zip if start == b"PK\x03\x04" else _read_legacy
+        read = _read_zip if os.pread(fd, 4, 0) == b"PK\x03\x04" else _read_legacy
         members = Members()
-        root, keys = read(fd, status.st_size, members)
+        root, keys, pickle_nbytes = read(fd, status.st_size, members)
+    except EndOfPickleError as error:
+        raise CorruptFileError(f"{path}: {error}") from error
     except StreamMergeError as error:
         raise type(error)(f"{path}: {error}", hint=error.hint) from error
     except OSError as error:
@@ -79,7 +96,7 @@ def read_torch_file(path: str) -> TorchFile:
     finally:
         os.close(fd)
     file = File(path, status.st_size, status.st_mtime_ns, status.st_ino, members)
-    return TorchFile(file, root, keys)
+    return TorchFile(file, root, keys, pickle_nbytes)
 
 
 def storage_nbytes(storage: Storage) -> int:
@@ -89,91 +106,30 @@ def storage_nbytes(storage: Storage) -> int:
     return storage.numel * _itemsize(storage.dtype)
 
 
-class _Window(io.RawIOBase):
-    """Part of a file as a stream, mapped one window at a time."""
-
-    def __init__(self, fd: int, start: int, end: int) -> None:
-        self._fd = fd
-        self._at = start
-        self._end = end
-        self._base = 0
-        self._map: mmap.mmap | None = None
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._end}[whence]
-        self._at = base + offset
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        size = min(len(buffer), self._end - self._at)
-        if size <= 0:
-            return 0
-        base = self._at - self._at % _WINDOW
-        if self._map is None or base != self._base:
-            self._unmap()
-            length = min(_WINDOW, self._end - base)
-            self._map = mmap.mmap(self._fd, length, offset=base, access=mmap.ACCESS_READ)
-            self._base = base
-        first = self._at - base
-        piece = self._map[first : first + size]
-        buffer[: len(piece)] = piece
-        self._at += len(piece)
-        return len(piece)
-
-    def close(self) -> None:
-        self._unmap()
-        super().close()
-
-    def _unmap(self) -> None:
-        if self._map is not None:
-            self._map.close()
-            self._map = None
+def _itemsize(dtype: str) -> int:
+    name = FROM_TORCH.get(dtype)
+    if name is not None:
+        return ITEMSIZE[name]
+    return {"complex128": 16, "complex32": 4, "qint32": 4}.get(dtype, 1)
 
 
 def _read_range(fd: int, start: int, size: int) -> bytes:
-    with _Window(fd, start, start + size) as window:
-        return io.BufferedReader(window).read(size)
-
-
-def _crc(fd: int, start: int, size: int) -> int:
-    crc = 0
-    with _Window(fd, start, start + size) as window:
-        buffer = memoryview(bytearray(1 << 16))
-        while count := window.readinto(buffer):
-            crc = zlib.crc32(buffer[:count], crc)
-    return crc
-
-
-def _unpickle(unpickler: Unpickler) -> object:
-    try:
-        return unpickler.load()
-    except StreamMergeError:
-        raise
-    except (EOFError, pickle.UnpicklingError) as error:
-        raise CorruptFileError(f"the pickle is damaged: {error or 'it ends too early'}") from error
-    except MemoryError as error:
-        raise CorruptFileError("the pickle asks for more memory than there is") from error
-    except (ArithmeticError, AttributeError, ImportError, LookupError, RecursionError) as error:
-        raise CorruptFileError(f"the pickle is damaged: {error}") from error
-    except (TypeError, ValueError) as error:
-        raise CorruptFileError(f"the pickle is damaged: {error}") from error
+    """Bytes of a file; fewer where it ends."""
+    parts = []
+    while size > 0 and (part := os.pread(fd, size, start)):
+        parts.append(part)
+        start += len(part)
+        size -= len(part)
+    return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
 # --- zip ---
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    name: str
+class _Entry(NamedTuple):
+    """A member as the central directory has it."""
+
+    name: bytes
     method: int
     flags: int
     crc: int
@@ -181,96 +137,181 @@ class _Entry:
     size: int
     header_offset: int
 
+    def __str__(self) -> str:
+        return ascii(self.name.decode("utf-8", "backslashreplace"))[1:-1][:200]
 
-def _read_zip(fd: int, size: int, members: Members) -> tuple[object, dict[str, int]]:
-    directory, count, directory_offset = _find_directory(fd, size)
-    entries = {entry.name: entry for entry in _parse_directory(directory, count)}
-    if len(entries) != count:
-        raise CorruptFileError("the zip directory names a member twice")
-    pickles = [name for name in entries if name.endswith("/data.pkl") and name.count("/") == 1]
+
+def _read_zip(fd: int, size: int, members: Members) -> tuple[object, dict[str, int], int]:
+    archive = _Archive(fd, size)
+    pickles = [n for n in archive.entries if n.endswith(b"/data.pkl") and n.count(b"/") == 1]
     if len(pickles) != 1:
         raise CorruptFileError("a zip archive, but not one that torch.save wrote (no data.pkl)")
-    prefix = pickles[0].removesuffix("data.pkl")
+    prefix = pickles[0].removesuffix(b"data.pkl")
 
-    def read_member(name: str) -> bytes:
-        entry = entries[name]
-        return _read_range(fd, _local_data_offset(fd, entry, directory_offset), entry.size)
-
-    for entry in entries.values():
-        if entry.method != 0 or entry.flags & 1 or entry.stored != entry.size:
-            raise UnsupportedError(
-                f"member {entry.name} is compressed or encrypted; torch.save stores members as is",
-                hint="unpack the archive and pack it again without compression (zip -0)",
-            )
-    if f"{prefix}byteorder" in entries and read_member(f"{prefix}byteorder") != b"little":
+    if archive.read_note(prefix + b"byteorder", b"little") != b"little":
         raise UnsupportedError("the file was written on a big-endian machine")
-    alignment = _ALIGNMENT
-    if f"{prefix}.storage_alignment" in entries:
-        text = read_member(f"{prefix}.storage_alignment")
-        if not text.isdigit() or len(text) > 10 or not 0 < int(text) <= 1 << 30:
-            raise CorruptFileError(f".storage_alignment says {text!r:.40}")
-        alignment = int(text)
+    archive.read_note(prefix + b"version", b"")
+    text = archive.read_note(prefix + b".storage_alignment", b"%d" % _ALIGNMENT)
+    if not text.isdigit() or len(text) > 10 or not 0 < int(text) <= 1 << 30:
+        raise CorruptFileError(f".storage_alignment says {text!r:.40}")
+    alignment = int(text)
 
-    entry = entries[pickles[0]]
-    start = _local_data_offset(fd, entry, directory_offset)
-    if entry.crc and _crc(fd, start, entry.size) != entry.crc:
-        raise CorruptFileError("data.pkl is damaged: its CRC-32 is not that of the zip directory")
-    with io.BufferedReader(_Window(fd, start, start + entry.size), 1 << 16) as stream:
-        unpickler = Unpickler(stream)
-        root = _unpickle(unpickler)
-
-    blobs = {
-        name.removeprefix(f"{prefix}data/"): entry
-        for name, entry in entries.items()
-        if name.startswith(f"{prefix}data/")
-    }
-    aligned = _is_aligned(fd, blobs, alignment, directory_offset)
+    data = archive.read(pickles[0])
+    unpickled = unpickle(data)
+    blobs = prefix + b"data/"
+    aligned = archive.is_aligned(blobs, alignment)
     keys = {}
-    for key, storage in unpickler.storages.items():
-        blob = blobs.get(key)
+    for key, storage in unpickled.storages.items():
+        blob = archive.entries.get(blobs + key.encode())
         if blob is None:
             raise CorruptFileError(f"storage {key!r:.40} is named in the pickle, but missing")
-        if blob.size != storage_nbytes(storage):
+        nbytes = storage_nbytes(storage)
+        if blob.size != nbytes:
             raise CorruptFileError(
-                f"storage {key!r:.40} has {blob.size:,} bytes, the pickle says "
-                f"{storage_nbytes(storage):,}"
+                f"storage {key!r:.40} has {blob.size:,} bytes, the pickle says {nbytes:,}"
             )
         if aligned:
             data_offset = _aligned_data_offset(blob, alignment)
+            archive.check_inside(blob, data_offset)
         else:
-            data_offset = _local_data_offset(fd, blob, directory_offset)
-        if data_offset + blob.size > directory_offset:
-            raise CorruptFileError(f"storage {key!r:.40} reaches into the zip directory")
-        keys[key] = members.add(blob.header_offset, data_offset, blob.size, blob.crc)
-    return root, keys
+            data_offset = archive.data_offset(blob)
+        keys[key] = members.add(blob.header_offset, data_offset, nbytes, blob.crc)
+    return unpickled.value, keys, len(data)
+
+
+class _Archive:
+    """The central directory of a zip file, and the few members that are read here.
+
+    Nothing is unpacked, so a name can lead nowhere; names are compared, no more.
+
+    Attributes:
+        entries: name -> member.
+
+    Raises:
+        CorruptFileError: a directory that contradicts itself.
+        UnsupportedError: compressed or encrypted members.
+    """
+
+    def __init__(self, fd: int, size: int) -> None:
+        directory, count, end = _find_directory(fd, size)
+        self._fd = fd
+        self.entries = {entry.name: entry for entry in _parse_directory(directory, count)}
+        if len(self.entries) != count:
+            raise CorruptFileError("the zip directory names a member twice")
+        for entry in self.entries.values():
+            if entry.method or entry.stored != entry.size or entry.flags & ~_PLAIN_FLAGS:
+                raise UnsupportedError(
+                    f"member {entry} is compressed or encrypted; torch.save stores members as is",
+                    hint="unpack the archive and pack it again without compression (zip -0)",
+                )
+        # A member has room up to the next one.
+        in_order = sorted(self.entries.values(), key=lambda entry: entry.header_offset)
+        self._limits = {a.name: min(b.header_offset, end) for a, b in pairwise(in_order)}
+        if in_order:
+            self._limits[in_order[-1].name] = end
+        # torch can be told to compute no CRCs; then all are 0.
+        self._has_crcs = any(entry.crc for entry in in_order)
+
+    def read(self, name: bytes) -> bytes:
+        """The bytes of a member, which are those that were stored."""
+        entry = self.entries[name]
+        if entry.size > MAX_BYTES:
+            raise UnsupportedError(f"member {entry} has {entry.size:,} bytes, more than is read")
+        data = _read_range(self._fd, self.data_offset(entry), entry.size)
+        if self._has_crcs and zlib.crc32(data) != entry.crc:
+            short = str(entry).rpartition("/")[2]
+            raise CorruptFileError(
+                f"{short} is damaged: its CRC-32 is not that of the zip directory"
+            )
+        return data
+
+    def read_note(self, name: bytes, default: bytes) -> bytes:
+        """The bytes of a small member, or `default` if there is none."""
+        entry = self.entries.get(name)
+        if entry is None:
+            return default
+        if entry.size > _MAX_NOTE:
+            raise CorruptFileError(f"member {entry} has {entry.size:,} bytes")
+        return self.read(name)
+
+    def data_offset(self, entry: _Entry) -> int:
+        """Where a member's bytes start. Its local header must agree with the directory."""
+        if entry.header_offset + _LOCAL_HEADER.size > self._limits[entry.name]:
+            raise CorruptFileError(f"member {entry} lies outside the file or over another member")
+        header = _read_range(self._fd, entry.header_offset, _LOCAL_HEADER.size + len(entry.name))
+        distance = local_data_offset(header)
+        if distance is None:
+            raise CorruptFileError(f"member {entry} has no local header where the directory says")
+        if not _agree(entry, header):
+            raise CorruptFileError(f"the local header of member {entry} contradicts the directory")
+        self.check_inside(entry, entry.header_offset + distance)
+        return entry.header_offset + distance
+
+    def check_inside(self, entry: _Entry, data_offset: int) -> None:
+        """Check that a member ends before the next one starts."""
+        if data_offset + entry.size > self._limits[entry.name]:
+            raise CorruptFileError(f"member {entry} reaches into the next one or out of the file")
+
+    def is_aligned(self, prefix: bytes, alignment: int) -> bool:
+        """Whether the members of a folder are padded as torch does it.
+
+        Judged by the first, middle and last. The others are checked when they are first used.
+        """
+        entries = [entry for name, entry in self.entries.items() if name.startswith(prefix)]
+        return all(
+            self.data_offset(entry) == _aligned_data_offset(entry, alignment)
+            for entry in entries[:1] + entries[len(entries) // 2 :][:1] + entries[-1:]
+        )
 
 
 def _find_directory(fd: int, size: int) -> tuple[bytes, int, int]:
-    """The central directory, its number of entries and its offset."""
+    """The central directory, its number of entries, and where it starts."""
     tail_size = min(size, _END.size + _MAX_COMMENT)
     tail = _read_range(fd, size - tail_size, tail_size)
     at = tail.rfind(b"PK\x05\x06")
     if at < 0 or at + _END.size > len(tail):
         raise CorruptFileError("the file is cut short: it has no zip directory at its end")
-    _, _, _, _, count, nbytes, offset, _ = _END.unpack_from(tail, at)
+    _, disk, first_disk, count_here, count, nbytes, offset, _ = _END.unpack_from(tail, at)
     end = size - tail_size + at
-    if count == 0xFFFF or nbytes == 0xFFFFFFFF or offset == 0xFFFFFFFF or _has_locator(tail, at):
-        locator = _read_range(fd, max(0, end - _END64_LOCATOR.size), _END64_LOCATOR.size)
-        if len(locator) < _END64_LOCATOR.size or locator[:4] != b"PK\x06\x07":
-            raise CorruptFileError("the zip directory is damaged (no zip64 locator)")
-        end = _END64_LOCATOR.unpack(locator)[2]
-        record = _read_range(fd, end, _END64.size) if end + _END64.size <= size else b""
-        if len(record) < _END64.size or record[:4] != b"PK\x06\x06":
-            raise CorruptFileError("the zip directory is damaged (no zip64 record)")
-        *_, count, nbytes, offset = _END64.unpack(record)
-    if offset + nbytes > end or count * _CENTRAL_HEADER.size > nbytes:
+    if count == 0xFFFF or _IN_ZIP64_EXTRA in (nbytes, offset) or _has_locator(tail, at):
+        short = (count, nbytes, offset)
+        end, disk, first_disk, count_here, count, nbytes, offset = _read_end64(fd, end)
+        if any(
+            value not in (mark, whole)
+            for value, mark, whole in zip(
+                short,
+                (0xFFFF, _IN_ZIP64_EXTRA, _IN_ZIP64_EXTRA),
+                (count, nbytes, offset),
+                strict=True,
+            )
+        ):
+            raise CorruptFileError("the zip directory is damaged (its two end records differ)")
+    if disk or first_disk or count_here != count:
+        raise UnsupportedError("a zip archive in several parts")
+    if offset + nbytes != end or count * _CENTRAL_HEADER.size > nbytes:
         raise CorruptFileError("the zip directory is damaged (it does not fit into the file)")
+    if nbytes > _MAX_DIRECTORY:
+        raise UnsupportedError(f"its zip directory has {nbytes:,} bytes, more than is read")
     return _read_range(fd, offset, nbytes), count, offset
 
 
 def _has_locator(tail: bytes, end: int) -> bool:
     start = end - _END64_LOCATOR.size
     return start >= 0 and tail[start : start + 4] == b"PK\x06\x07"
+
+
+def _read_end64(fd: int, end: int) -> Sequence[int]:
+    """Where the zip64 end record starts, and its disks, counts, size and offset."""
+    locator = _read_range(fd, max(0, end - _END64_LOCATOR.size), _END64_LOCATOR.size)
+    if len(locator) < _END64_LOCATOR.size or locator[:4] != b"PK\x06\x07":
+        raise CorruptFileError("the zip directory is damaged (no zip64 locator)")
+    start = _END64_LOCATOR.unpack(locator)[2]
+    if start + _END64.size > end - _END64_LOCATOR.size:
+        raise CorruptFileError("the zip directory is damaged (no zip64 record)")
+    record = _read_range(fd, start, _END64.size)
+    if record[:4] != b"PK\x06\x06":
+        raise CorruptFileError("the zip directory is damaged (no zip64 record)")
+    return start, *_END64.unpack(record)[4:]
 
 
 def _parse_directory(directory: bytes, count: int) -> Iterator[_Entry]:
@@ -285,13 +326,15 @@ def _parse_directory(directory: bytes, count: int) -> Iterator[_Entry]:
         if signature != b"PK\x01\x02":
             raise CorruptFileError("the zip directory is damaged (bad entry)")
         at += _CENTRAL_HEADER.size
-        name = directory[at : at + name_size].decode("utf-8", "backslashreplace")
+        name = directory[at : at + name_size]
         at += name_size
-        if 0xFFFFFFFF in (stored, size, offset):
+        if _IN_ZIP64_EXTRA in (stored, size, offset):
             extra = directory[at : at + extra_size]
             size, stored, offset = _zip64_values(extra, size, stored, offset)
         at += extra_size + comment_size
         yield _Entry(name, method, flags, crc, stored, size, offset)
+    if at != len(directory):
+        raise CorruptFileError("the zip directory is damaged (its length is another one)")
 
 
 def _zip64_values(extra: bytes, size: int, stored: int, offset: int) -> tuple[int, int, int]:
@@ -303,9 +346,9 @@ def _zip64_values(extra: bytes, size: int, stored: int, offset: int) -> tuple[in
         if kind == _ZIP64_EXTRA:
             values = iter(struct.unpack_from(f"<{nbytes // 8}Q", extra[at : at + nbytes]))
             try:
-                size = next(values) if size == 0xFFFFFFFF else size
-                stored = next(values) if stored == 0xFFFFFFFF else stored
-                offset = next(values) if offset == 0xFFFFFFFF else offset
+                size = next(values) if size == _IN_ZIP64_EXTRA else size
+                stored = next(values) if stored == _IN_ZIP64_EXTRA else stored
+                offset = next(values) if offset == _IN_ZIP64_EXTRA else offset
             except StopIteration:
                 break
             return size, stored, offset
@@ -313,27 +356,26 @@ def _zip64_values(extra: bytes, size: int, stored: int, offset: int) -> tuple[in
     raise CorruptFileError("the zip directory is damaged (zip64 values are missing)")
 
 
-def _local_data_offset(fd: int, entry: _Entry, limit: int) -> int:
-    """Where a member's bytes start, by its local header."""
-    if entry.header_offset + _LOCAL_HEADER.size > limit:
-        raise CorruptFileError(f"member {entry.name} lies outside the file")
-    offset = local_data_offset(os.pread(fd, _LOCAL_HEADER.size, entry.header_offset))
-    if offset is None:
-        raise CorruptFileError(f"member {entry.name} has no local header where the directory says")
-    if entry.header_offset + offset + entry.size > limit:
-        raise CorruptFileError(f"member {entry.name} lies outside the file")
-    return entry.header_offset + offset
-
-
 def local_data_offset(header: bytes) -> int | None:
     """Distance from a zip local header to its data, or None if it is no local header."""
     if len(header) < _LOCAL_HEADER.size or header[:4] != b"PK\x03\x04":
         return None
-    *_, name_size, extra_size = _LOCAL_HEADER.unpack(header[: _LOCAL_HEADER.size])
+    *_, name_size, extra_size = _LOCAL_HEADER.unpack_from(header)
     return int(_LOCAL_HEADER.size + name_size + extra_size)
 
 
-LOCAL_HEADER_SIZE = _LOCAL_HEADER.size
+def _agree(entry: _Entry, header: bytes) -> bool:
+    """Whether a local header says the same as the entry of the central directory."""
+    _, _, flags, method, _, _, crc, stored, size, name_size, _ = _LOCAL_HEADER.unpack_from(header)
+    unknown = {0} if flags & _HAS_DESCRIPTOR else set()
+    return (
+        (flags ^ entry.flags) & ~_IGNORED_FLAGS == 0
+        and method == entry.method
+        and crc in {entry.crc, *unknown}
+        and {stored, size} <= {entry.size, _IN_ZIP64_EXTRA, *unknown}
+        and name_size == len(entry.name)
+        and header[_LOCAL_HEADER.size :] == entry.name
+    )
 
 
 def _aligned_data_offset(entry: _Entry, alignment: int) -> int:
@@ -341,54 +383,38 @@ def _aligned_data_offset(entry: _Entry, alignment: int) -> int:
 
     Spares one random read per member; the local header is checked when the member is first read.
     """
-    start = entry.header_offset + _LOCAL_HEADER.size + len(entry.name.encode()) + 4
-    if entry.size >= 0xFFFFFFFF or entry.header_offset >= 0xFFFFFFFF:
+    start = entry.header_offset + _LOCAL_HEADER.size + len(entry.name) + 4
+    if entry.size >= _IN_ZIP64_EXTRA or entry.header_offset >= _IN_ZIP64_EXTRA:
         start += 4
-        if entry.size >= 0xFFFFFFFF:
+        if entry.size >= _IN_ZIP64_EXTRA:
             start += 16
-        if entry.header_offset >= 0xFFFFFFFF:
+        if entry.header_offset >= _IN_ZIP64_EXTRA:
             start += 8
     return start + -start % alignment
-
-
-def _is_aligned(fd: int, blobs: Mapping[str, _Entry], alignment: int, limit: int) -> bool:
-    """Whether the file keeps to torch's padding, judged by its first, middle and last member."""
-    entries = list(blobs.values())
-    return all(
-        _local_data_offset(fd, entry, limit) == _aligned_data_offset(entry, alignment)
-        for entry in entries[:1] + entries[len(entries) // 2 :][:1] + entries[-1:]
-    )
 
 
 # --- legacy ---
 
 
-def _read_legacy(fd: int, size: int, members: Members) -> tuple[object, dict[str, int]]:
+def _read_legacy(fd: int, size: int, members: Members) -> tuple[object, dict[str, int], int]:
     """Four pickles (magic, protocol, system, object), the keys, then per key a count and bytes."""
-    with io.BufferedReader(_Window(fd, 0, size), 1 << 16) as stream:
-        try:
-            magic = _unpickle(Unpickler(stream))
-        except SourceError:
-            magic = None
-        if magic != _LEGACY_MAGIC:
-            raise CorruptFileError("not a torch.save file (neither a zip archive nor a legacy one)")
-        protocol, system = _unpickle(Unpickler(stream)), _unpickle(Unpickler(stream))
-        if protocol != _LEGACY_PROTOCOL or not isinstance(system, dict):
-            raise CorruptFileError(f"legacy torch.save file of unknown protocol {brief(protocol)}")
-        if system.get("little_endian") is False:
-            raise UnsupportedError("the file was written on a big-endian machine")
-        unpickler = Unpickler(stream)
-        root = _unpickle(unpickler)
-        keys = _unpickle(Unpickler(stream))
-        at = stream.tell()
-    if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
+    try:
+        magic = unpickle(_read_range(fd, 0, 64)).value
+    except SourceError:
+        magic = None
+    if magic != _LEGACY_MAGIC:
+        raise CorruptFileError("not a torch.save file (neither a zip archive nor a legacy one)")
+    pickled, keys = _read_legacy_pickles(fd, size)
+    if not isinstance(keys.value, list) or not all(isinstance(key, str) for key in keys.value):
         raise CorruptFileError("the list of storages is damaged")
-    offsets = {}
-    for key in keys:
-        storage = unpickler.storages.get(key)
-        if storage is None:
-            raise CorruptFileError(f"storage {key!r:.40} is stored, but not named in the pickle")
-        count = int.from_bytes(os.pread(fd, 8, at), "little", signed=True)
+    at = keys.end
+    offsets: dict[str, int] = {}
+    for key in keys.value:
+        storage = pickled.storages.get(key)
+        if storage is None or key in offsets:
+            problem = "stored, but not named in the pickle" if storage is None else "stored twice"
+            raise CorruptFileError(f"storage {key!r:.40} is {problem}")
+        count = int.from_bytes(_read_range(fd, at, 8), "little", signed=True)
         nbytes = storage_nbytes(storage)
         at += 8
         if count != storage.numel:
@@ -404,14 +430,28 @@ def _read_legacy(fd: int, size: int, members: Members) -> tuple[object, dict[str
             )
         offsets[key] = members.add(-1, at, nbytes, 0)
         at += nbytes
-    missing = set(unpickler.storages) - set(offsets)
+    missing = set(pickled.storages) - set(offsets)
     if missing:
         raise CorruptFileError(f"storage {min(missing)!r:.40} is named in the pickle, but missing")
-    return root, offsets
+    return pickled.value, offsets, keys.end
 
 
-def _itemsize(dtype: str) -> int:
-    name = FROM_TORCH.get(dtype)
-    if name is not None:
-        return ITEMSIZE[name]
-    return {"complex128": 16, "complex32": 4, "qint32": 4}.get(dtype, 1)
+def _read_legacy_pickles(fd: int, size: int) -> tuple[Unpickled, Unpickled]:
+    """The object and the keys. Where they end, only reading them tells."""
+    nbytes = _LEGACY_FIRST_READ
+    while True:
+        data = _read_range(fd, 0, min(nbytes, size, MAX_BYTES))
+        try:
+            protocol = unpickle(data, unpickle(data).end)
+            system = unpickle(data, protocol.end)
+            if protocol.value != _LEGACY_PROTOCOL or not isinstance(system.value, dict):
+                said = brief(protocol.value)
+                raise CorruptFileError(f"legacy torch.save file of unknown protocol {said}")
+            if system.value.get("little_endian") is False:
+                raise UnsupportedError("the file was written on a big-endian machine")
+            pickled = unpickle(data, system.end)
+            return pickled, unpickle(data, pickled.end)
+        except EndOfPickleError:
+            if nbytes >= min(size, MAX_BYTES):
+                raise
+            nbytes *= 4
