@@ -25,19 +25,22 @@ class Members:
         data_offsets: where the bytes start.
         sizes: bytes.
         crcs: CRC-32 of the bytes; 0 where the writer stored none.
+        names: CRC-32 of the name that the local header must have, if there is one.
     """
 
     header_offsets: array[int] = field(default_factory=lambda: array("q"))
     data_offsets: array[int] = field(default_factory=lambda: array("q"))
     sizes: array[int] = field(default_factory=lambda: array("q"))
     crcs: array[int] = field(default_factory=lambda: array("Q"))
+    names: array[int] = field(default_factory=lambda: array("I"))
 
-    def add(self, header_offset: int, data_offset: int, size: int, crc: int) -> int:
+    def add(self, header_offset: int, data_offset: int, size: int, crc: int, name: int = 0) -> int:
         """Append a member and return its index."""
         self.header_offsets.append(header_offset)
         self.data_offsets.append(data_offset)
         self.sizes.append(size)
         self.crcs.append(crc)
+        self.names.append(name)
         return len(self.sizes) - 1
 
     def __len__(self) -> int:

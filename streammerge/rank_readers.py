@@ -107,6 +107,7 @@ def _share_columns(found: RankFile, before: RankFile) -> RankFile:
                 share(members.data_offsets, others.data_offsets),
                 share(members.sizes, others.sizes),
                 share(members.crcs, others.crcs),
+                share(members.names, others.names),
             ),
         ),
         names=share(found.names, before.names),
@@ -233,7 +234,8 @@ def _pack(found: RankFile, names: list[str] | None) -> tuple[Any, ...]:
         [
             column.tobytes()
             for column in (
-                *(members.header_offsets, members.data_offsets, members.sizes, members.crcs),
+                *(members.header_offsets, members.data_offsets, members.sizes),
+                *(members.crcs, members.names),
                 *(found.kinds, found.members, found.starts),
             )
         ],
@@ -250,16 +252,16 @@ def _unpack(path: str, message: Sequence[Any], known: list[str]) -> RankFile:
     """The inverse of `_pack`."""
     numbers, columns, names, forms, meshes, odd, shards, others = message
     size, mtime_ns, inode, pickle_nbytes = numbers
-    arrays = [array(code, content) for code, content in zip("qqqQiiq", columns, strict=True)]
+    arrays = [array(code, content) for code, content in zip("qqqQIiiq", columns, strict=True)]
     return RankFile(
-        file=File(path, size, mtime_ns, inode, Members(*arrays[:4])),
+        file=File(path, size, mtime_ns, inode, Members(*arrays[:5])),
         pickle_nbytes=pickle_nbytes,
         names=known if names is None else names,
         forms=[_FORMS[kind](*fields) for kind, *fields in forms],
         meshes=[Mesh(*mesh) for mesh in meshes],
-        kinds=arrays[4],
-        members=arrays[5],
-        starts=arrays[6],
+        kinds=arrays[5],
+        members=arrays[6],
+        starts=arrays[7],
         odd={place: View(*view) for place, view in odd.items()},
         shards={place: [View(*view) for view in views] for place, views in shards.items()},
         skipped=others[0],

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 from streammerge.checkpoint import File
 from streammerge.errors import CorruptFileError, SourceChangedError, SourceError
-from streammerge.torchfile import LOCAL_HEADER_SIZE, local_data_offset
+from streammerge.torchfile import MAX_LOCAL_HEADER, read_local_header
 
 _MAX_OPEN = 256  # below the usual limit of 1,024 open files per process
 _MAX_BUFFERS = min(1024, os.sysconf("SC_IOV_MAX"))
@@ -54,20 +54,27 @@ class Sources:
     def member_offset(self, index: int, member: int) -> int:
         """Where the bytes of a member start in file `index`; its local header is checked once.
 
+        Sizes, checksum, name and place must be those of the central directory.
+
         Raises:
             CorruptFileError: the local header contradicts the zip directory.
         """
         file = self._files[index]
-        data_offset = file.members.data_offsets[member]
-        header_offset = file.members.header_offsets[member]
+        members = file.members
+        data_offset = members.data_offsets[member]
+        header_offset = members.header_offsets[member]
         checked = self._checked.get(index)
         if checked is None:
             with self._lock:
-                checked = self._checked.setdefault(index, bytearray(len(file.members)))
+                checked = self._checked.setdefault(index, bytearray(len(members)))
         if not checked[member] and header_offset >= 0:
+            distance = data_offset - header_offset
             with self.descriptor(index) as fd:
-                distance = local_data_offset(os.pread(fd, LOCAL_HEADER_SIZE, header_offset))
-            if distance is None or header_offset + distance != data_offset:
+                header = os.pread(fd, min(distance, MAX_LOCAL_HEADER), header_offset)
+            name, size, crc = (
+                column[member] for column in (members.names, members.sizes, members.crcs)
+            )
+            if read_local_header(header, name, size, crc) != distance:
                 raise CorruptFileError(
                     f"{file.path}: the local header at byte {header_offset:,} contradicts the "
                     "zip directory"

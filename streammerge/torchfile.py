@@ -43,7 +43,7 @@ _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 _LEGACY_PROTOCOL = 1001
 _LEGACY_FIRST_READ = 1 << 20
 
-LOCAL_HEADER_SIZE = _LOCAL_HEADER.size
+MAX_LOCAL_HEADER = _LOCAL_HEADER.size + 0xFFFF  # with its name, without its extra field
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -175,7 +175,9 @@ def _read_zip(fd: int, size: int, members: Members) -> tuple[object, dict[str, i
             archive.check_inside(blob, data_offset)
         else:
             data_offset = archive.data_offset(blob)
-        keys[key] = members.add(blob.header_offset, data_offset, nbytes, blob.crc)
+        keys[key] = members.add(
+            blob.header_offset, data_offset, nbytes, blob.crc, zlib.crc32(blob.name)
+        )
     return unpickled.value, keys, len(data)
 
 
@@ -239,10 +241,10 @@ class _Archive:
         if entry.header_offset + _LOCAL_HEADER.size > self._limits[entry.name]:
             raise CorruptFileError(f"member {entry} lies outside the file or over another member")
         header = _read_range(self._fd, entry.header_offset, _LOCAL_HEADER.size + len(entry.name))
-        distance = local_data_offset(header)
-        if distance is None:
+        if header[:4] != b"PK\x03\x04":
             raise CorruptFileError(f"member {entry} has no local header where the directory says")
-        if not _agree(entry, header):
+        distance = read_local_header(header, zlib.crc32(entry.name), entry.size, entry.crc)
+        if distance is None:
             raise CorruptFileError(f"the local header of member {entry} contradicts the directory")
         self.check_inside(entry, entry.header_offset + distance)
         return entry.header_offset + distance
@@ -356,26 +358,33 @@ def _zip64_values(extra: bytes, size: int, stored: int, offset: int) -> tuple[in
     raise CorruptFileError("the zip directory is damaged (zip64 values are missing)")
 
 
-def local_data_offset(header: bytes) -> int | None:
-    """Distance from a zip local header to its data, or None if it is no local header."""
-    if len(header) < _LOCAL_HEADER.size or header[:4] != b"PK\x03\x04":
+def read_local_header(header: bytes, name: int, size: int, crc: int) -> int | None:
+    """Distance from a zip local header to its data.
+
+    Args:
+        header: the header with its name.
+        name, size, crc: of the member by the central directory; of its name, the CRC-32.
+
+    Returns:
+        None if it is no local header, or says otherwise.
+    """
+    if len(header) < _LOCAL_HEADER.size:
         return None
-    *_, name_size, extra_size = _LOCAL_HEADER.unpack_from(header)
-    return int(_LOCAL_HEADER.size + name_size + extra_size)
-
-
-def _agree(entry: _Entry, header: bytes) -> bool:
-    """Whether a local header says the same as the entry of the central directory."""
-    _, _, flags, method, _, _, crc, stored, size, name_size, _ = _LOCAL_HEADER.unpack_from(header)
+    (
+        signature, _, flags, method, _, _, local_crc, stored, local_size, name_size, extra_size,
+    ) = _LOCAL_HEADER.unpack_from(header)  # fmt: skip
+    data_start = _LOCAL_HEADER.size + name_size
     unknown = {0} if flags & _HAS_DESCRIPTOR else set()
-    return (
-        (flags ^ entry.flags) & ~_IGNORED_FLAGS == 0
-        and method == entry.method
-        and crc in {entry.crc, *unknown}
-        and {stored, size} <= {entry.size, _IN_ZIP64_EXTRA, *unknown}
-        and name_size == len(entry.name)
-        and header[_LOCAL_HEADER.size :] == entry.name
+    agrees = (
+        signature == b"PK\x03\x04"
+        and method == 0
+        and not flags & ~_PLAIN_FLAGS
+        and local_crc in {crc, *unknown}
+        and {stored, local_size} <= {size, _IN_ZIP64_EXTRA, *unknown}
+        and len(header) >= data_start
+        and zlib.crc32(header[_LOCAL_HEADER.size : data_start]) == name
     )
+    return int(data_start + extra_size) if agrees else None
 
 
 def _aligned_data_offset(entry: _Entry, alignment: int) -> int:

@@ -895,6 +895,28 @@ def a_file_that_is_written_meanwhile(source: Path) -> None:
     save_plain(source, [{"w": WEIGHT}] * 2)
 
 
+@pytest.mark.parametrize("edit", ["place", "name", "size", "method"])
+def test_a_local_header_that_is_looked_at_late(tmp_path: Path, edit: str) -> None:
+    """Those of the first, middle and last storage come with the metadata, others when copied."""
+    path = one_file(tmp_path / "source", *"abcdefghi")
+    at, other = header_offset(path, "data/2"), header_offset(path, "data/1")
+    if edit == "place":
+        edit_directory(path, "data/1", 42, "<I", at)
+        edit_directory(path, "data/2", 42, "<I", other)
+    elif edit == "name":
+        edit_local_header(path, "data/2", 30 + len(NAME) + 6, b"1")
+    elif edit == "size":
+        edit_local_header(path, "data/2", 22, struct.pack("<I", 95))
+    else:
+        edit_local_header(path, "data/2", 8, struct.pack("<H", 8))
+    plan = streammerge.plan(streammerge.describe(tmp_path / "source"))
+    with pytest.raises(CorruptFileError) as caught:
+        streammerge.write(plan, tmp_path / "merged")
+    said = f"the local header at byte {at:,} contradicts the zip directory"
+    assert str(caught.value) == f"{path}: {said}"
+    assert os.listdir(tmp_path) == ["source"]
+
+
 # --- what is no harm ------------------------------------------------------------------------------
 
 
