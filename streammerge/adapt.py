@@ -27,7 +27,7 @@ from streammerge.assets import (
 from streammerge.changes import Change
 from streammerge.checkpoint import Checkpoint
 from streammerge.checks.consistency import Weight, check_consistency, remote_modules
-from streammerge.checks.findings import error
+from streammerge.checks.findings import error, first_error
 from streammerge.compat import compat_edits, compat_warnings, tokenizer_compat_edits
 from streammerge.config import (
     Edit,
@@ -38,6 +38,7 @@ from streammerge.config import (
     config_dtype,
     dtype_edits,
     majority_dtype,
+    model_type_of,
     parse_json,
     quantization_edits,
     quantized_for_certain,
@@ -195,7 +196,7 @@ def draft(
     adapted = (clean.peft or settings is not None) and lora.has_adapter(values)
     keeps_adapter = adapted and lora_mode == "keep"
     if adapted:
-        model_type = _model_type(config)
+        model_type = model_type_of(config)
         settled = _settle_adapter(values, settings, lora_mode, base, base_name, model_type)
     elif useless := _options_of_adapters(base, lora_mode, lora_alpha, rslora):
         raise UsageError(f"{useless[0]}: the checkpoint holds no LoRA adapter")
@@ -396,11 +397,6 @@ def _options_of_adapters(
     return [option for option, is_given in given.items() if is_given]
 
 
-def _model_type(config: JsonObject | None) -> str | None:
-    model_type = config.get("model_type") if config else None
-    return model_type if isinstance(model_type, str) else None
-
-
 def _output(name: str, value: Value) -> Output:
     return Output(name, value.dtype, value.shape, value)
 
@@ -485,11 +481,9 @@ def _check(outputs: Sequence[Output], side: SideFiles, texts: Sequence[Text]) ->
             for module in remote_modules(config or {})
             if module not in there
         ]
-    errors = [finding.message for finding in findings if finding.severity == "error"]
-    if errors:
-        more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
+    if (fault := first_error(findings)) is not None:
         raise UnsupportedError(
-            f"the result would not hold together: {errors[0]}{more}",
+            f"the result would not hold together: {fault}",
             hint="--raw writes what the checkpoint holds all the same",
         )
     return [finding.message for finding in findings]

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import streammerge
 from streammerge.arguments import check_parser, inspect_parser, merge_parser, upload_parser
 from streammerge.checks.directory import check_directory
+from streammerge.checks.findings import first_error
 from streammerge.checks.model import check_model
 from streammerge.errors import StreamMergeError, TargetError, UsageError
 from streammerge.formats import describe
@@ -223,14 +224,13 @@ def _check(args: argparse.Namespace) -> int:
         raise UsageError("check takes one directory", hint="streammerge check DIR")
     (directory,) = args.paths
     findings = check_directory(directory)
-    if not args.no_model and not any(finding.severity == "error" for finding in findings):
+    if not args.no_model and first_error(findings) is None:
         findings += check_model(directory)
     if args.json:
         _print_json(findings_json(directory, findings))
     elif not args.quiet:
         print(findings_text(directory, findings))
-    failed = any(finding.severity == "error" for finding in findings)
-    return EXIT_DIFFERENT if failed else EXIT_DONE
+    return EXIT_DONE if first_error(findings) is None else EXIT_DIFFERENT
 
 
 def _upload(args: argparse.Namespace) -> int:
@@ -239,9 +239,8 @@ def _upload(args: argparse.Namespace) -> int:
             "upload takes a directory and a repository", hint="streammerge upload DIR REPO"
         )
     directory, repo = args.paths
-    faults = [f.message for f in check_directory(directory) if f.severity == "error"]
-    if faults:
-        raise TargetError(f"{directory} does not hold together: {faults[0]}")
+    if (fault := first_error(check_directory(directory))) is not None:
+        raise TargetError(f"{directory} does not hold together: {fault}")
     check_upload(repo, private=args.private)
     uploaded = _push(args, directory, repo)
     if args.json:

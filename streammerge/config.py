@@ -272,6 +272,12 @@ def model_configs(config: JsonObject) -> Iterator[tuple[tuple[str, ...], JsonObj
                 yield (key, *path), nested
 
 
+def model_type_of(config: JsonObject | None) -> str | None:
+    """The ``model_type`` of a config, None where it says none."""
+    found = config.get("model_type") if config else None
+    return found if isinstance(found, str) else None
+
+
 def dtype_edits(config: JsonObject, dtype: str) -> list[Edit]:
     """Edits that make every reader load the weights in the dtype that they are stored in.
 

@@ -27,6 +27,7 @@ from streammerge.errors import (
     SourceError,
     UnsupportedError,
 )
+from streammerge.names import FLAT_PARAMETERS, flat_parameter_error
 from streammerge.placement import row_major_strides
 from streammerge.torchfile import TorchFile, read_torch_file
 from streammerge.unpickler import MAX_DIMS, brief
@@ -39,8 +40,6 @@ _MAX_SPLITS = 1 << 16
 
 # FSDP1 gives each rank one shard, at most.
 _MAX_SHARDS_PER_RANK = 16
-
-_FLAT_PARAMETERS = {"_flat_param", "flat_param"}
 
 Ints = tuple[int, ...]
 
@@ -201,12 +200,8 @@ class _Reader:
         """Add the value of a key."""
         if not isinstance(name, str):
             raise UnsupportedError(f"key {brief(name)} is no name")
-        if name.rpartition(".")[2] in _FLAT_PARAMETERS:
-            raise UnsupportedError(
-                f"key {quoted(name)} is a flat parameter of FSDP1 (LOCAL_STATE_DICT): several "
-                "weights in one tensor, without their names and shapes",
-                hint="save with StateDictType.SHARDED_STATE_DICT",
-            )
+        if name.rpartition(".")[2] in FLAT_PARAMETERS:
+            raise flat_parameter_error(quoted(name))
         try:
             if isinstance(value, stand_ins.DTensor):
                 self._add_mesh_form(name, value)

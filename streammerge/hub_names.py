@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from streammerge.changes import Change, Kind
-from streammerge.config import JsonObject
+from streammerge.config import JsonObject, model_type_of
 from streammerge.errors import UnsupportedError, UsageError
 from streammerge.values import Cast, Stored, Value, stored_base
 
@@ -207,7 +207,7 @@ _PACKED = re.compile(r"\.experts\.(?:gate_up_proj|up_proj|down_proj)$")
 _UNPACKED = re.compile(r"(.+\.experts)\.(\d+)\.")
 
 # Where configs say how many experts a layer has, and where they keep that of the text model.
-_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _SUBCONFIGS = ("text_config", "llm_config", "thinker_config", "talker_config")
 
 # The mappings of qwen2_vl and of llava backwards, for towers of any name.
@@ -349,7 +349,7 @@ def check_expert_counts(values: Mapping[str, Value], config: JsonObject | None) 
     stated = {
         count: key
         for scope in _scopes(config)
-        for key in _EXPERT_COUNTS
+        for key in EXPERT_COUNTS
         if isinstance(count := scope.get(key), int)
     }
     if not stated:
@@ -492,8 +492,8 @@ def _scopes(config: JsonObject | None) -> Iterator[JsonObject]:
 
 
 def _model_types(config: JsonObject | None) -> list[str]:
-    types = (scope.get("model_type") for scope in _scopes(config))
-    return [each for each in types if isinstance(each, str)]
+    types = map(model_type_of, _scopes(config))
+    return [each for each in types if each is not None]
 
 
 def _form(config: JsonObject | None) -> Experts | None:

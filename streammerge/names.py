@@ -22,7 +22,7 @@ _WRAPPER_PARTS = {
     "_checkpoint_wrapped_module": "wrapper part _checkpoint_wrapped_module of checkpointing",
 }
 # torch 2.13 `distributed/fsdp/_flat_param.py`; the first versions had no underscore.
-_FLAT_PARAMETERS = frozenset({"_flat_param", "flat_param"})
+FLAT_PARAMETERS = frozenset({"_flat_param", "flat_param"})
 # Given by PEFT alone, as ``lora_*`` is. peft 0.21 `tuners/tuners_utils.py`, `utils/other.py`.
 _PEFT_PARTS = frozenset({"base_layer", "modules_to_save"})
 _VALUE_HEADS = frozenset({"v_head", "summary"})
@@ -124,12 +124,17 @@ def refuse_flat_parameter(name: str) -> None:
     Raises:
         UnsupportedError: it is one.
     """
-    if not _FLAT_PARAMETERS.isdisjoint(name.split(".")):
-        raise UnsupportedError(
-            f"key '{name}' is a flat parameter of FSDP1 (LOCAL_STATE_DICT): several weights in "
-            "one tensor, without their names and shapes",
-            hint="save with StateDictType.SHARDED_STATE_DICT",
-        )
+    if not FLAT_PARAMETERS.isdisjoint(name.split(".")):
+        raise flat_parameter_error(f"'{name}'")
+
+
+def flat_parameter_error(key: str) -> UnsupportedError:
+    """The error for a flat parameter, given its key in quotes."""
+    return UnsupportedError(
+        f"key {key} is a flat parameter of FSDP1 (LOCAL_STATE_DICT): several weights in one "
+        "tensor, without their names and shapes",
+        hint="save with StateDictType.SHARDED_STATE_DICT",
+    )
 
 
 def _outermost(paths: Sequence[_Path], adapter_settings: bool) -> _Prefix | None:

@@ -14,6 +14,7 @@ from streammerge.assets import find_side_files
 from streammerge.changes import Change
 from streammerge.checkpoint import Checkpoint, Skipped
 from streammerge.checks.directory import check_directory
+from streammerge.checks.findings import first_error
 from streammerge.errors import TargetError, UsageError
 from streammerge.formats import Sources as SourcePaths
 from streammerge.formats import describe, safetensors_files
@@ -376,11 +377,10 @@ def _check(staged: str, target: str, *, raw: bool) -> None:
     Raises:
         TargetError: it does not hold together.
     """
-    findings = check_directory(staged, raw=raw)
-    messages = [f.message.replace(staged, target) for f in findings if f.severity == "error"]
-    if messages:
-        more = f" (and {len(messages) - 1} more)" if len(messages) > 1 else ""
-        raise TargetError(f"the result does not hold together: {messages[0]}{more}")
+    fault = first_error(check_directory(staged, raw=raw))
+    if fault is not None:
+        fault = fault.replace(staged, target)
+        raise TargetError(f"the result does not hold together: {fault}")
 
 
 def _in_phase(progress: OnProgress | None, phase: str, total: int) -> Callable[[int], None] | None:

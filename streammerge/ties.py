@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from streammerge.changes import Change
-from streammerge.config import Edit, JsonObject
+from streammerge.config import Edit, JsonObject, model_type_of
 from streammerge.data.tie_defaults import is_known, nested_default, own_default, reader
 from streammerge.errors import UnsupportedError, UsageError
 from streammerge.values import Fold, Value
@@ -213,7 +213,7 @@ def find_pair(names: Collection[str], config: JsonObject | None) -> Pair | None:
     if headed and embeddings:
         return None  # a head, but of another embedding
     halves = (
-        _families_of_head(headed[0], known, _model_type(config))
+        _families_of_head(headed[0], known, model_type_of(config))
         if headed
         else [match for match in found if match[0] in _PREFIXES]
     )
@@ -290,7 +290,7 @@ def read_flag(config: JsonObject) -> TieFlag:
     ``config.tie_word_embeddings`` (5.24, the same file). Some configs take over a true flag of the
     text config in 5.24, not in 5.0: that counts as not tied.
     """
-    return _read_flag(config, _model_type(config))
+    return _read_flag(config, model_type_of(config))
 
 
 def _read_flag(config: JsonObject, whole_type: str | None) -> TieFlag:
@@ -300,14 +300,14 @@ def _read_flag(config: JsonObject, whole_type: str | None) -> TieFlag:
 
 def _flag_in_4(config: JsonObject, whole_type: str | None) -> bool | None:
     major = reader(4, whole_type)
-    model_type = _model_type(config)
+    model_type = model_type_of(config)
     key, text = _text_config(config)
     if text is None:  # a flat config: its class makes a text config of it, if it has one
         readings = [_own_flag(config), nested_default(major, model_type, _TEXT_CONFIGS)]
     else:
         readings = [
             _own_flag(text),
-            own_default(major, _model_type(text)),
+            own_default(major, model_type_of(text)),
             nested_default(major, model_type, (key,)),
         ]
     readings.append(_class_default(major, model_type))
@@ -315,7 +315,7 @@ def _flag_in_4(config: JsonObject, whole_type: str | None) -> bool | None:
 
 
 def _flag_in_5(config: JsonObject, whole_type: str | None) -> bool | None:
-    model_type = _model_type(config)
+    model_type = model_type_of(config)
     if model_type in NEVER_TIED_IN_5:
         return False
     own = _own_flag(config)
@@ -335,7 +335,7 @@ def _own_flag(config: JsonObject) -> bool | None:
 
 def _flag_keys(config: JsonObject) -> tuple[str, ...]:
     """Names of the flag, the one that wins first."""
-    is_lfm2 = (_model_type(config) or "").startswith("lfm2")
+    is_lfm2 = (model_type_of(config) or "").startswith("lfm2")
     return (_LFM2_FLAG, FLAG) if is_lfm2 and _LFM2_FLAG in config else (FLAG,)
 
 
@@ -346,11 +346,6 @@ def _text_config(config: JsonObject) -> tuple[str, JsonObject | None]:
         if isinstance(found, dict):
             return key, found
     return "", None
-
-
-def _model_type(config: JsonObject) -> str | None:
-    found = config.get("model_type")
-    return found if isinstance(found, str) else None
 
 
 def _part(config: JsonObject, path: _Path) -> JsonObject:
@@ -542,14 +537,14 @@ def _is_other_head(name: str) -> bool:
 
 def _can_tie(pair: Pair, flag: TieFlag, config: JsonObject) -> bool:
     """Whether flags at both levels make every loader tie a pair that some of them tie."""
-    return flag.somewhere and _model_type(_part(config, pair.owner)) not in NEVER_TIED_IN_5
+    return flag.somewhere and model_type_of(_part(config, pair.owner)) not in NEVER_TIED_IN_5
 
 
 def _check_absent(
     absent: str, stored: str, values: Mapping[str, Value], config: JsonObject, flag: TieFlag
 ) -> tuple[str, ...]:
     """Refuse a half that loaders fill at random; a warning where that is not sure."""
-    model_type = _model_type(config)
+    model_type = model_type_of(config)
     shape = values[stored].shape
     if not is_known(model_type) and any(
         value.shape == shape for name, value in values.items() if name != stored
@@ -571,7 +566,7 @@ def _check_embedding(values: Mapping[str, Value], config: JsonObject) -> tuple[s
     if any(_module(name) in _EMBEDDING_MODULES or ".lora_" in name for name in values):
         return ()  # one of another name, or an adapter by itself
     said = f"no input embedding is stored, though config.json calls the model {architecture}"
-    if is_known(_model_type(config)):
+    if is_known(model_type_of(config)):
         raise UnsupportedError(said, hint="loaders would fill it at random")
     return (said,)
 
@@ -581,12 +576,12 @@ def _warn_unknown(pair: Pair, flag: TieFlag, config: JsonObject) -> tuple[str, .
         return ()
     return (
         f"{pair.head_name} and {pair.embedding_name} are both written: config.json does not tell "
-        f"whether {FLAG} holds for model type {_model_type(config)} ({flag})",
+        f"whether {FLAG} holds for model type {model_type_of(config)} ({flag})",
     )
 
 
 def _pair_flag(pair: Pair, config: JsonObject) -> TieFlag:
-    return _read_flag(_part(config, pair.owner), _model_type(config))
+    return _read_flag(_part(config, pair.owner), model_type_of(config))
 
 
 def _architecture(config: JsonObject) -> str | None:

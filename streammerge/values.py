@@ -114,11 +114,3 @@ def stored_base(value: Value) -> Stored:
     if isinstance(value, Fold):
         return value.base
     return value.value if isinstance(value, Cast) else value
-
-
-def stored_tensors(value: Value) -> tuple[Tensor, ...]:
-    """The tensors of the checkpoint that a value is made of."""
-    base = stored_base(value).tensor
-    if not isinstance(value, Fold):
-        return (base,)
-    return (base, *(t for t in (value.a, value.b, value.magnitude) if t is not None))

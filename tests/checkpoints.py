@@ -6,6 +6,7 @@ import hashlib
 import os
 import shutil
 import struct
+import tempfile
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,6 +32,15 @@ DATA = Path(__file__).parent / "data"
 
 # (offsets, sizes, rank that the metadata name)
 Part = tuple[tuple[int, ...], tuple[int, ...], int]
+
+
+@contextmanager
+def scratch() -> Iterator[Path]:
+    """A folder in memory where there is one: thousands of merges flush their files to disk."""
+    memory = Path("/dev/shm")
+    parent = memory if memory.is_dir() and os.access(memory, os.W_OK) else None
+    with tempfile.TemporaryDirectory(dir=parent) as folder:
+        yield Path(folder)
 
 
 def copy_stored(name: str, folder: Path) -> None:

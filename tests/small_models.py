@@ -129,6 +129,20 @@ def make_run(capsys: pytest.CaptureFixture[str]) -> Run:
     return run
 
 
+def refuse(run: Run, target: Path, *arguments: str | Path, code: int = 1) -> str:
+    """Run a merge that has to fail with one line (and a hint), and leave nothing; the lines."""
+    source = Path(arguments[0])
+    before = checkpoints.snapshot(source)
+    done = run("merge", *arguments, target, code=code)
+    assert done.out == ""
+    lines = done.err.splitlines()
+    assert [line.partition(": ")[0] for line in lines] in (["streammerge"], ["streammerge", "hint"])
+    assert lines[0].startswith("streammerge: error: ")
+    assert list(target.parent.iterdir()) == []
+    assert checkpoints.snapshot(source) == before
+    return done.err
+
+
 def random_state(dtype: torch.dtype = torch.float32, seed: int = 0) -> State:
     """A tiny Qwen2 whose head and embedding are two weights."""
     generator = torch.Generator().manual_seed(seed)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from rank_files import (
     DTYPES,
@@ -54,6 +55,18 @@ _MESHES_3D = (
     (2, 2, 3),
 )
 _NAMES = (("fsdp",), ("dp", "tp"), ("ddp", "fsdp", "tp"))
+
+
+def fixed(examples: int) -> settings:
+    """The same examples on every run, however slow the machine."""
+    return settings(
+        max_examples=examples,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        phases=(Phase.generate, Phase.shrink),
+        suppress_health_check=list(HealthCheck),
+    )
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ from small_models import (
     open_model,
     random_state,
     read_json,
+    refuse,
     save,
     tied_state,
     without,
@@ -77,20 +78,6 @@ def edit_config(source: Path, **changes: object) -> dict[str, Any]:
     config = {key: value for key, value in config.items() if value is not None}
     write_json(path, config)
     return config
-
-
-def refuse(run: Run, target: Path, *arguments: str | Path, code: int = FAILED) -> str:
-    """Run a merge that has to fail with one line (and a hint), and leave nothing; the lines."""
-    source = Path(arguments[0])
-    before = snapshot(source)
-    done = run("merge", *arguments, target, code=code)
-    assert done.out == ""
-    lines = done.err.splitlines()
-    assert [line.partition(": ")[0] for line in lines] in (["streammerge"], ["streammerge", "hint"])
-    assert lines[0].startswith("streammerge: error: ")
-    assert list(target.parent.iterdir()) == []
-    assert snapshot(source) == before
-    return done.err
 
 
 def changes(found: Any, kind: str) -> dict[str, str | None]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import DATA, snapshot
+from checkpoints import DATA
 from oracles import assert_same_tensors, load_directory, raw_bits
 from safetensors.torch import load_file
 from small_models import (
@@ -29,6 +29,7 @@ from small_models import (
     open_model,
     random_state,
     read_json,
+    refuse,
     save,
     tied_state,
     without,
@@ -39,7 +40,6 @@ from streammerge import describe, plan
 from streammerge.sources import Sources
 
 FLAG = "tie_word_embeddings"
-REFUSED = 1
 
 
 @pytest.fixture
@@ -71,20 +71,6 @@ def states() -> dict[str, State]:
         "head": without(different, EMBEDDING),
         "neither": without(different, HEAD, EMBEDDING),
     }
-
-
-def refuse(run: Run, target: Path, *arguments: str | Path, code: int = REFUSED) -> str:
-    """Run a merge that has to fail with one line (and a hint), and leave nothing; the lines."""
-    source = Path(arguments[0])
-    before = snapshot(source)
-    done = run("merge", *arguments, target, code=code)
-    assert done.out == ""
-    lines = done.err.splitlines()
-    assert [line.partition(": ")[0] for line in lines] in (["streammerge"], ["streammerge", "hint"])
-    assert lines[0].startswith("streammerge: error: ")
-    assert list(target.parent.iterdir()) == []
-    assert snapshot(source) == before
-    return done.err
 
 
 # --- HF.md's table --------------------------------------------------------------------------------

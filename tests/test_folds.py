@@ -14,7 +14,6 @@ import random
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -26,9 +25,10 @@ import peft
 import pytest
 import rank_files
 import torch
-from checkpoints import save_plain, save_ranks
-from hypothesis import HealthCheck, Phase, given, settings
+from checkpoints import save_plain, save_ranks, scratch
+from hypothesis import given
 from hypothesis import strategies as st
+from strategies import fixed
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
@@ -50,18 +50,6 @@ BASES = (*DTYPES, torch.float8_e4m3fn)  # of which results are wider
 LAYOUTS = ("dense", "offset", "padded", "permuted", "stepped")
 SCALE = 0.3
 MIB = 2**20
-
-
-def fixed(examples: int) -> settings:
-    """The same examples on every run, however slow the machine."""
-    return settings(
-        max_examples=examples,
-        derandomize=True,
-        database=None,
-        deadline=None,
-        phases=(Phase.generate, Phase.shrink),
-        suppress_health_check=list(HealthCheck),
-    )
 
 
 # --- what is folded ---
@@ -178,8 +166,6 @@ class Case:
 @contextmanager
 def saved(*cases: Case) -> Iterator[tuple[list[Fold], Sources]]:
     """The folds of rank files that four ranks save."""
-    memory = Path("/dev/shm")
-    parent = memory if memory.is_dir() and os.access(memory, os.W_OK) else None
     tensors = [case.tensors() for case in cases]
 
     def build(rank: int) -> dict[str, torch.Tensor]:
@@ -195,8 +181,8 @@ def saved(*cases: Case) -> Iterator[tuple[list[Fold], Sources]]:
                     state[key] = rank_files.dtensor(full, mesh, (Shard(dim),), layout=layout)
         return state
 
-    with tempfile.TemporaryDirectory(dir=parent) as folder:
-        save_ranks(Path(folder), build)
+    with scratch() as folder:
+        save_ranks(folder, build)
         checkpoint = describe(folder)
         found = {tensor.name: tensor for tensor in checkpoint.tensors}
         sources = Sources(checkpoint.files)

@@ -28,10 +28,9 @@ from pathlib import Path
 import pytest
 import test_unpickler
 import torch
-from checkpoints import rank_file, save_ranks, sharded
+from checkpoints import rank_file, save_ranks, scratch, sharded
 from oracles import assert_same_tensors
 from safetensors.torch import load_file
-from test_properties import scratch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 

@@ -6,9 +6,7 @@ What must come out is cut by torch out of the whole tensors that the rank files 
 from __future__ import annotations
 
 import math
-import os
 import random
-import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,9 +16,10 @@ import pytest
 import rank_files
 import strategies
 import torch
-from checkpoints import save_ranks, sharded
-from hypothesis import HealthCheck, Phase, given, settings
+from checkpoints import save_ranks, scratch, sharded
+from hypothesis import given
 from hypothesis import strategies as st
+from strategies import fixed
 from torch.distributed.tensor import Shard
 
 from streammerge import writer
@@ -38,27 +37,6 @@ KINDS += ("non-contiguous buffer", "tensor above the budget", "empty tensors", "
 BUFFERS = (1, 50, 500, 4 << 10, 64 << 10)
 
 generators = st.integers(0, 2**32).map(random.Random)
-
-
-def fixed(examples: int) -> settings:
-    """The same examples on every run, however slow the machine."""
-    return settings(
-        max_examples=examples,
-        derandomize=True,
-        database=None,
-        deadline=None,
-        phases=(Phase.generate, Phase.shrink),
-        suppress_health_check=list(HealthCheck),
-    )
-
-
-@contextmanager
-def scratch() -> Iterator[Path]:
-    """A folder in memory where there is one."""
-    memory = Path("/dev/shm")
-    parent = memory if memory.is_dir() and os.access(memory, os.W_OK) else None
-    with tempfile.TemporaryDirectory(dir=parent) as folder:
-        yield Path(folder)
 
 
 @contextmanager

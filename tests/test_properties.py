@@ -14,22 +14,21 @@ import os
 import pickletools
 import subprocess
 import sys
-import tempfile
 import zipfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import rank_files
 import strategies
 import torch
+from checkpoints import scratch
 from huggingface_hub import split_torch_state_dict_into_shards
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from strategies import MergeOptions
+from strategies import MergeOptions, fixed
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -54,27 +53,6 @@ REQUIRED = {
     "full_tensor": 300,
 }
 INDEX = "model.safetensors.index.json"
-
-
-def fixed(examples: int) -> settings:
-    """The same examples on every run, however slow the machine."""
-    return settings(
-        max_examples=examples,
-        derandomize=True,
-        database=None,
-        deadline=None,
-        phases=(Phase.generate, Phase.shrink),
-        suppress_health_check=list(HealthCheck),
-    )
-
-
-@contextmanager
-def scratch() -> Iterator[Path]:
-    """A folder in memory where there is one: thousands of merges flush their files to disk."""
-    memory = Path("/dev/shm")
-    parent = memory if memory.is_dir() and os.access(memory, os.W_OK) else None
-    with tempfile.TemporaryDirectory(dir=parent) as folder:
-        yield Path(folder)
 
 
 def traits(checkpoint: rank_files.Checkpoint, states: Sequence[rank_files.StateDict]) -> set[str]:

@@ -30,7 +30,7 @@ from streammerge.config import (
 from streammerge.dtypes import FLOATING, TO_TORCH
 from streammerge.errors import UnsupportedError
 from streammerge.header import tensor_nbytes
-from streammerge.hub_names import EXPERTS
+from streammerge.hub_names import EXPERT_COUNTS, EXPERTS
 from streammerge.lora.names import parse_name
 from streammerge.names import clean_names
 from streammerge.ties import decide, find_pair
@@ -41,7 +41,6 @@ _LAYER_LISTS = ("layers", "h", "blocks", "block", "layer")
 _LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 # Layers behind the last one that predict further tokens: DeepSeek-V3, GLM-4.5 and others.
 _EXTRA_LAYERS = re.compile(r"nextn|mtp")
-_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _EXPERT = re.compile(r"(.*\bexperts)\.(\d+)\.(.+)")
 _EXPERT_NUMBER = re.compile(r"(\bexperts)\.\d+\.")
 _PACKED_EXPERTS = (".experts.gate_up_proj", ".experts.down_proj")
@@ -259,7 +258,7 @@ def _check_alike(path: str, stack: _Stack) -> Iterator[Finding]:
 def check_experts(weights: Weights, config: JsonObject) -> Iterator[Finding]:
     """Whether every layer has all experts, and each expert all its tensors."""
     yield from _check_packed(weights, config)
-    counts = set(_ints_anywhere(config, _EXPERT_COUNTS))
+    counts = set(_ints_anywhere(config, EXPERT_COUNTS))
     groups: dict[str, _Stack] = defaultdict(lambda: defaultdict(set))
     problems: dict[Finding, list[str]] = defaultdict(list)  # of several layers, mostly
     for name, weight in weights.items():

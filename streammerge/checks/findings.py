@@ -33,6 +33,14 @@ def warning(message: str) -> Finding:
     return Finding("warning", message)
 
 
+def first_error(findings: Iterable[Finding]) -> str | None:
+    """The first error, and how many more there are; None without any."""
+    errors = [finding.message for finding in findings if finding.severity == "error"]
+    if not errors:
+        return None
+    return errors[0] + (f" (and {len(errors) - 1} more)" if len(errors) > 1 else "")
+
+
 def listed(names: Iterable[str]) -> str:
     """The first of some names, and how many more there are."""
     names = list(names)
