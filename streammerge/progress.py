@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 _LABELS = {"compare": "comparing copies", "write": "merging"}
 _SECONDS_PER_LINE = 10.0
+_DEFAULT_COLUMNS = 80
 
 
 def _knows_its_size(stream: TextIO) -> bool:
@@ -23,6 +24,11 @@ def _knows_its_size(stream: TextIO) -> bool:
         return 0 not in os.get_terminal_size(stream.fileno())
     except (OSError, ValueError):
         return False
+
+
+def _columns(stream: TextIO) -> int:
+    known = _knows_its_size(stream)
+    return os.get_terminal_size(stream.fileno()).columns if known else _DEFAULT_COLUMNS
 
 
 class ProgressDisplay:
@@ -51,6 +57,9 @@ class ProgressDisplay:
     ) -> None:
         if self._bar is not None:
             self._bar.close()
+        if kind is not None and self._terminal and self._phase:
+            # Ctrl-C in the middle of drawing or closing the bar leaves it where it is.
+            self._stream.write(f"\r{' ' * (_columns(self._stream) - 1)}\r")
 
     def __call__(self, progress: Progress) -> None:
         """Show the state of a merge."""
@@ -77,7 +86,7 @@ class ProgressDisplay:
                 unit_scale=True,
                 file=self._stream,
                 leave=False,
-                ncols=None if _knows_its_size(self._stream) else 80,
+                ncols=None if _knows_its_size(self._stream) else _DEFAULT_COLUMNS,
                 nrows=None if _knows_its_size(self._stream) else 24,
             )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import io
 import json
 import os
 import pty
@@ -963,6 +964,20 @@ def test_the_terminal_is_told_on_a_signal(tmp_path: Path) -> None:
     assert shown.replace("\r\n", "\n").endswith(
         "\rstreammerge: error: interrupted; nothing was published\n"
     )
+
+
+def test_a_bar_interrupted_while_it_is_drawn_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = io.StringIO()
+    monkeypatch.setattr(stream, "isatty", lambda: True)
+
+    def draw(**_: object) -> None:
+        stream.write("merging: 0%")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("tqdm.tqdm", draw)
+    with pytest.raises(KeyboardInterrupt), ProgressDisplay(stream) as display:
+        display(Progress("write", 0, 10))
+    assert re.fullmatch(r"merging: 0%\r {79}\r", stream.getvalue())
 
 
 def test_json_of_an_interrupted_merge(tmp_path: Path) -> None:
