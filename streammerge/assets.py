@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
@@ -153,13 +154,13 @@ def find_assets(directory: str) -> tuple[tuple[Asset, ...], tuple[str, ...]]:
                 left_out.append(relative)
                 continue
             try:
-                size = os.stat(path).st_size
+                status = os.stat(path)
             except OSError as error:
                 raise SourceError(f"{path}: {error.strerror}") from error
-            if not os.path.isfile(path):
+            if not stat.S_ISREG(status.st_mode):
                 left_out.append(relative)
                 continue
-            assets.append(Asset(path, relative.replace(os.sep, "/"), size))
+            assets.append(Asset(path, relative.replace(os.sep, "/"), status.st_size))
     return tuple(assets), tuple(left_out)
 
 

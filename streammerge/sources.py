@@ -57,7 +57,8 @@ class Sources:
         Sizes, checksum, name and place must be those of the central directory.
 
         Raises:
-            CorruptFileError: the local header contradicts the zip directory.
+            SourceError: the local header cannot be read.
+            CorruptFileError: it contradicts the zip directory.
         """
         file = self._files[index]
         members = file.members
@@ -70,7 +71,10 @@ class Sources:
         if not checked[member] and header_offset >= 0:
             distance = data_offset - header_offset
             with self.descriptor(index) as fd:
-                header = os.pread(fd, min(distance, MAX_LOCAL_HEADER), header_offset)
+                try:
+                    header = os.pread(fd, min(distance, MAX_LOCAL_HEADER), header_offset)
+                except OSError as error:
+                    raise self._read_error(index, error) from error
             name, size, crc = (
                 column[member] for column in (members.names, members.sizes, members.crcs)
             )
@@ -145,8 +149,10 @@ class Sources:
             raise self._read_error(index, error) from error
         try:
             _compare(file, os.fstat(fd))
-        except BaseException:
+        except BaseException as error:
             os.close(fd)
+            if isinstance(error, OSError):
+                raise self._read_error(index, error) from error
             raise
         return fd
 

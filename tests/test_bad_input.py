@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 import re
@@ -1063,3 +1064,51 @@ def test_as_a_process(make: Make, tmp_path: Path) -> None:
     refusal = parse_refusal(done.returncode, done.stdout, done.stderr)
     assert refusal.code == 1
     assert checkpoints.snapshot(tmp_path) == before
+
+
+# --- files that cannot be looked at ---------------------------------------------------------------
+
+
+def failing(call: str, after: int = 0, only: Path | None = None) -> Callable[..., Any]:
+    """A function of `os` that fails once, after some calls, maybe for one path only."""
+    original = getattr(os, call)
+    calls = 0
+
+    def fail(first: Any, *rest: Any, **options: Any) -> Any:
+        nonlocal calls
+        if only is None or str(first) == str(only):
+            calls += 1
+            if calls == after + 1:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return original(first, *rest, **options)
+
+    return fail
+
+
+def test_a_source_that_cannot_be_listed(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The first call looks for the layout, the second for the rank files.
+    monkeypatch.setattr(os, "scandir", failing("scandir", after=1, only=source))
+    with pytest.raises(SourceError, match=re.escape(f"{source}: {os.strerror(errno.EIO)}")):
+        streammerge.describe(source)
+
+
+def test_side_files_that_cannot_be_looked_at(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would be missing in the result."""
+    folder = source / "huggingface"
+    folder.mkdir(exist_ok=True)
+    monkeypatch.setattr(os, "stat", failing("stat", only=folder))
+    with pytest.raises(SourceError, match=re.escape(f"{folder}: {os.strerror(errno.EIO)}")):
+        streammerge.describe(source)
+
+
+@pytest.mark.parametrize("call", ["pread", "fstat"])
+def test_a_rank_file_that_cannot_be_looked_at_again(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    plan = streammerge.plan(streammerge.describe(source), raw=True)
+    # The first fstat is that of the lock in the staging directory.
+    monkeypatch.setattr(os, call, failing(call, after=int(call == "fstat")))
+    with pytest.raises(SourceError, match=rf"rank_\d\.pt: {os.strerror(errno.EIO)}"):
+        streammerge.write(plan, tmp_path / "merged")
+    monkeypatch.undo()
+    assert not (tmp_path / "merged").exists()

@@ -10,6 +10,7 @@ import itertools
 import json
 import os
 import re
+import stat
 from collections.abc import Iterable, Sequence
 
 from streammerge.checkpoint import Checkpoint, Skipped
@@ -59,7 +60,7 @@ def describe(paths: Sequence[str]) -> Checkpoint:
     for key, kind in itertools.chain.from_iterable(rank.beside for rank in ranks):
         around.setdefault(key, kind)
     directories = list(dict.fromkeys(paths))
-    assets = next((d for d in (os.path.join(p, ASSETS) for p in paths) if os.path.isdir(d)), None)
+    assets = next((d for d in (os.path.join(p, ASSETS) for p in paths) if _is_directory(d)), None)
     return Checkpoint(
         root=paths[0],
         format=NAME,
@@ -75,12 +76,25 @@ def describe(paths: Sequence[str]) -> Checkpoint:
 # --- finding the files ---
 
 
+def _is_directory(path: str) -> bool:
+    """As `os.path.isdir`, which takes a directory that cannot be looked at for none."""
+    try:
+        return stat.S_ISDIR(os.stat(path).st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise SourceError(f"{path}: {error.strerror}") from error
+
+
 def _find_rank_files(paths: Sequence[str]) -> tuple[int, dict[int, str]]:
     """World size and rank -> path."""
     found: dict[int, dict[int, str]] = {}
     for path in dict.fromkeys(paths):
-        with os.scandir(path) as entries:
-            names = sorted(entry.name for entry in entries)
+        try:
+            with os.scandir(path) as entries:
+                names = sorted(entry.name for entry in entries)
+        except OSError as error:
+            raise SourceError(f"{path}: {error.strerror}") from error
         for name in names:
             match = _RANK_FILE.fullmatch(name)
             if match is None:
