@@ -240,10 +240,12 @@ def test_what_a_process_imports() -> None:
         name.removeprefix("streammerge.") for name in modules if name.startswith("streammerge.")
     }
     assert ours == {
+        "changes",
         "checkpoint",
         "dtypes",
         "entries",
         "errors",
+        "names",
         "pickle_machine",
         "placement",
         "rank_readers",
