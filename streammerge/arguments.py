@@ -157,6 +157,11 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
         help="write exactly what the checkpoint holds: names, ties, dtypes, config",
     )
     output.add_argument("--overwrite", action="store_true", help="replace an earlier result")
+    output.add_argument(
+        "--restart",
+        action="store_true",
+        help="discard what an interrupted merge into DST left, instead of going on with it",
+    )
     output.add_argument("--dry-run", action="store_true", help="print the plan, write nothing")
 
 

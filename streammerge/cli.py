@@ -23,7 +23,6 @@ from streammerge.errors import StreamMergeError, TargetError, UsageError
 from streammerge.formats import describe
 from streammerge.pipeline import check_plan_target, merge, plan
 from streammerge.progress import ProgressDisplay
-from streammerge.publisher import missing_space, resolve_target
 from streammerge.render import (
     checkpoint_json,
     checkpoint_text,
@@ -37,6 +36,7 @@ from streammerge.render import (
     upload_json,
     upload_text,
 )
+from streammerge.target import missing_space, resolve_target
 from streammerge.upload import Upload, check_upload, upload
 
 EXIT_DONE = 0
@@ -101,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             EXIT_USAGE if isinstance(error, UsageError) else EXIT_FAILED,
         )
     except KeyboardInterrupt as error:
-        # An upload says itself what was done before.
+        # A merge or an upload says itself what is done already, if anything is.
         message = str(error) or "interrupted; nothing was published"
         with _SignalsIgnored():  # a second Ctrl-C says nothing new
             return _fail(message, None, as_json, EXIT_INTERRUPTED)
@@ -148,6 +148,7 @@ def _merge(args: argparse.Namespace) -> int:
             device=args.device,
             replicas=args.replicas,
             overwrite=args.overwrite,
+            restart=args.restart,
             progress=progress,
             **_planning(args),
         )

@@ -20,6 +20,8 @@
 
 from __future__ import annotations
 
+import errno
+
 __all__ = [
     "CheckpointNotFoundError",
     "CorruptFileError",
@@ -35,6 +37,7 @@ __all__ = [
     "UnsafePickleError",
     "UnsupportedError",
     "UsageError",
+    "writing_error",
 ]
 
 
@@ -101,3 +104,10 @@ class TargetPathError(TargetError):
 
 class NoSpaceError(TargetError):
     """The disk has too little room for the result."""
+
+
+def writing_error(path: str, error: OSError) -> TargetError:
+    """The error for a failed system call on what is written."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return NoSpaceError(f"{path}: {error.strerror}", hint="free some space and start again")
+    return TargetError(f"{path}: {error.strerror}")

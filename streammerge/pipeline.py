@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, TypedDict
 from streammerge.adapt import Model, adapt, adapt_nothing, draft, question
 from streammerge.assets import find_side_files
 from streammerge.changes import Change
-from streammerge.checkpoint import Checkpoint, Skipped
+from streammerge.checkpoint import Checkpoint, File, Members, Skipped
 from streammerge.checks.directory import check_directory
 from streammerge.checks.findings import first_error
-from streammerge.errors import TargetError, UsageError
+from streammerge.errors import SourceError, TargetError, UsageError
 from streammerge.formats import Sources as SourcePaths
 from streammerge.formats import describe, safetensors_files
 from streammerge.planner import (
@@ -23,14 +23,16 @@ from streammerge.planner import (
     DEFAULT_SHARD_SIZE,
     Plan,
     check_limits,
+    fingerprint,
     make_plan,
     output_names,
     parse_size,
 )
 from streammerge.probe import same_bits
-from streammerge.publisher import Staging, check_space, check_target, resolve_target
+from streammerge.publisher import Staging
 from streammerge.replicas import Comparison, compare_replicas, replica_amount
 from streammerge.sources import Sources
+from streammerge.target import check_space, check_target, resolve_target
 from streammerge.writer import write_files
 
 if TYPE_CHECKING:
@@ -127,6 +129,7 @@ def merge(
     device: str = "auto",
     replicas: str = "check",
     overwrite: bool = False,
+    restart: bool = False,
     progress: OnProgress | None = None,
     **adaptation: Unpack[Adaptation],
 ) -> Report:
@@ -141,6 +144,8 @@ def merge(
         replicas: ``check`` compares what ranks hold without a placement that says so, ``check-all``
             also the copies of sharded weights, ``first`` goes on with the first rank's value.
         overwrite: replace an earlier result.
+        restart: discard what an interrupted merge into the target left. Else it is taken over if
+            it is of the same job, and refused if not.
         progress: called now and then in the calling thread.
         adaptation: see `Adaptation`.
 
@@ -148,7 +153,8 @@ def merge(
         What was done. Copies that differed (``replicas="first"``) are in its `comparison`.
 
     Raises:
-        StreamMergeError: bad input or target; the target is then as it was before.
+        StreamMergeError: bad input or target; the target is then as it was before. Finished files
+            wait beside it if the same call could go on with them.
     """
     started = time.monotonic()
     checkpoint = describe(sources)
@@ -157,10 +163,7 @@ def merge(
     decided = plan(
         checkpoint, max_shard_size=max_shard_size, memory=memory, workers=workers, **adaptation
     )
-    check_plan_target(decided, path, overwrite)
-    check_space(path, decided.disk_nbytes)
-    comparison = compare(decided, replicas=replicas, device=device, progress=progress)
-    return _write(decided, path, overwrite, progress, comparison, device, started)
+    return _write(decided, path, replicas, overwrite, restart, device, progress, started)
 
 
 def plan(
@@ -188,12 +191,13 @@ def write(
     target: Path,
     *,
     overwrite: bool = False,
+    restart: bool = False,
     device: str = "auto",
     progress: OnProgress | None = None,
 ) -> Report:
     """Carry out a plan, without comparing copies first. Arguments and errors as in `merge`."""
-    path = resolve_target(os.fspath(target))
-    return _write(plan, path, overwrite, progress, None, device, time.monotonic())
+    path, started = resolve_target(os.fspath(target)), time.monotonic()
+    return _write(plan, path, None, overwrite, restart, device, progress, started)
 
 
 def compare(
@@ -332,26 +336,35 @@ def _describe_model(directory: Path | None) -> Checkpoint | None:
 def _write(
     plan: Plan,
     target: str,
+    replicas: str | None,
     overwrite: bool,
-    progress: OnProgress | None,
-    comparison: Comparison | None,
+    restart: bool,
     device: str,
+    progress: OnProgress | None,
     started: float,
 ) -> Report:
     check_plan_target(plan, target, overwrite)
     check_space(target, plan.disk_nbytes)
-    sources = Sources(plan.checkpoint.files)
+    assets = _asset_files(plan)
+    fold_device = "cuda" if device == "cuda" else "cpu"
+    job = fingerprint(plan, assets, fold_device)
+    comparison = None
+    sources = Sources((*plan.checkpoint.files, *assets))
     try:
-        with Staging(target, overwrite) as staging:
+        with Staging(target, job, overwrite=overwrite, restart=restart) as staging:
+            if replicas is not None:
+                comparison = compare(plan, replicas=replicas, device=device, progress=progress)
             write_files(
                 plan,
-                staging.path,
+                staging.result,
                 sources,
-                _in_phase(progress, "write", plan.nbytes),
-                "cuda" if device == "cuda" else "cpu",
+                staging.journal,
+                kept=staging.kept,
+                on_progress=_in_phase(progress, "write", plan.nbytes),
+                device=fold_device,
             )
             sources.check_unchanged()
-            _check(staging.path, target, raw=plan.unchecked)
+            _check(staging.result, target, raw=plan.unchecked)
             check_plan_target(plan, target, overwrite)  # it may have appeared meanwhile
             staging.publish()
     finally:
@@ -367,8 +380,24 @@ def _write(
         skipped=plan.skipped,
         left_out=plan.left_out,
         changes=plan.changes,
-        warnings=plan.warnings,
+        warnings=(*plan.warnings, *([] if staging.warning is None else [staging.warning])),
     )
+
+
+def _asset_files(plan: Plan) -> tuple[File, ...]:
+    """The side files that a plan copies, as files that are read and must not change meanwhile.
+
+    Raises:
+        SourceError: one cannot be found.
+    """
+    files = []
+    for asset in plan.assets:
+        try:
+            status = os.stat(asset.path)
+        except OSError as error:
+            raise SourceError(f"{asset.path}: {error.strerror}") from error
+        files.append(File(asset.path, asset.size, status.st_mtime_ns, status.st_ino, Members()))
+    return tuple(files)
 
 
 def _check(staged: str, target: str, *, raw: bool) -> None:
@@ -380,7 +409,10 @@ def _check(staged: str, target: str, *, raw: bool) -> None:
     fault = first_error(check_directory(staged, raw=raw))
     if fault is not None:
         fault = fault.replace(staged, target)
-        raise TargetError(f"the result does not hold together: {fault}")
+        raise TargetError(
+            f"the result does not hold together: {fault}",
+            hint="--restart writes all of it again",
+        )
 
 
 def _in_phase(progress: OnProgress | None, phase: str, total: int) -> Callable[[int], None] | None:

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Any
 
 from streammerge.adapt import Model, Output, Text
 from streammerge.assets import Asset
 from streammerge.changes import Change
-from streammerge.checkpoint import Checkpoint, Skipped
+from streammerge.checkpoint import Checkpoint, File, Skipped, Tensor
 from streammerge.dtypes import ITEMSIZE
 from streammerge.errors import UsageError
 from streammerge.evaluate import least_buffer
@@ -26,7 +27,7 @@ from streammerge.header import (
     split_into_shards,
     storage_order,
 )
-from streammerge.values import needs_torch
+from streammerge.values import Cast, Stored, Value, needs_torch
 
 DEFAULT_SHARD_SIZE = "5GB"
 DEFAULT_MEMORY = "16MiB"
@@ -111,6 +112,38 @@ class Plan:
     def buffer_size(self) -> int:
         """Bytes of buffer per worker."""
         return self.memory // self.workers
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """What two merges have in common that write the same bytes. Holds no absolute path.
+
+    Attributes:
+        version: of streammerge.
+        sources: (name, size, mtime_ns) of each file that is read.
+        result: digest of everything that is decided about the result.
+    """
+
+    version: str
+    sources: tuple[tuple[str, int, int], ...]
+    result: str
+
+    def differs_from(self, before: Mapping[str, Any]) -> str | None:
+        """How this job differs from an earlier one, for people; None if it is the same.
+
+        Args:
+            before: the fingerprint of that one as a JSON object.
+        """
+        version = before.get("version")
+        if version != self.version:
+            return f"streammerge {version} wrote it, this is {self.version}"
+        sources = tuple((name, size, mtime_ns) for name, size, mtime_ns in before["sources"])
+        if [name for name, *_ in sources] != [name for name, *_ in self.sources]:
+            return "it was made of other files"
+        for old, new in zip(sources, self.sources, strict=True):
+            if old != new:
+                return f"{new[0]} has changed since"
+        return None if before["result"] == self.result else "it was made with other options"
 
 
 def make_plan(
@@ -208,6 +241,61 @@ def parse_size(value: int | str, what: str) -> int:
 def output_names(plan: Plan) -> list[str]:
     """Names of all files of the result."""
     return [part.name for parts in (plan.files, plan.texts, plan.assets) for part in parts]
+
+
+def fingerprint(plan: Plan, assets: Sequence[File], device: str = "cpu") -> Fingerprint:
+    """What identifies the job of carrying out a plan.
+
+    Args:
+        plan: the plan.
+        assets: its side files, as they are now.
+        device: where LoRA folds are computed: one rounds them differently than the other.
+    """
+    from streammerge import __version__  # which imports this module
+
+    try:
+        # hashlib would load OpenSSL: 3.6 MiB.
+        from _blake2 import blake2b
+    except ImportError:
+        from hashlib import blake2b
+
+    digest = blake2b()
+
+    def add(*parts: object) -> None:
+        for part in parts:
+            data = part if isinstance(part, bytes) else ascii(part).encode()
+            digest.update(len(data).to_bytes(8, "little"))
+            digest.update(data)
+
+    for file in plan.files:
+        add(file.name, file.header)
+        for output in file.outputs:
+            add(_recipe(output.value, device))
+    for text in plan.texts:
+        add(text.name, text.data)
+    read = [(os.path.basename(file.path), file) for file in plan.checkpoint.files]
+    read += [(asset.name, file) for asset, file in zip(plan.assets, assets, strict=True)]
+    return Fingerprint(
+        __version__,
+        tuple((name, file.size, file.mtime_ns) for name, file in read),
+        digest.hexdigest()[:32],
+    )
+
+
+def _recipe(value: Value, device: str) -> object:
+    """All that decides about the bytes of a value, but for those of the sources."""
+    if isinstance(value, Stored):
+        return _origin(value.tensor), value.index, value.rows, value.swapped
+    if isinstance(value, Cast):
+        return _recipe(value.value, device), value.dtype
+    adapter = [t and _origin(t) for t in (value.a, value.b, value.magnitude)]
+    settings = (value.scale, value.kind, value.dtype, value.experts, device)
+    return _recipe(value.base, device), adapter, settings
+
+
+def _origin(tensor: Tensor) -> object:
+    # Two models may have tensors of the same name, but in other files.
+    return tensor.name, tensor.extents.files[0]
 
 
 def _all_outputs(model: Model) -> Iterator[Output]:

@@ -44,6 +44,7 @@ class ProgressDisplay:
         self._phase = ""
         self._bar: tqdm[NoReturn] | None = None
         self._phase_started = 0.0
+        self._there = 0  # written by a merge that was interrupted
         self._last_line = 0.0
 
     def __enter__(self) -> ProgressDisplay:
@@ -73,6 +74,7 @@ class ProgressDisplay:
     def _begin(self, progress: Progress) -> None:
         self._phase = progress.phase
         self._phase_started = self._last_line = time.monotonic()
+        self._there = progress.done
         if self._bar is not None:
             self._bar.close()
             self._bar = None
@@ -81,6 +83,7 @@ class ProgressDisplay:
 
             self._bar = tqdm(
                 total=progress.total,
+                initial=progress.done,
                 desc=_LABELS[progress.phase],
                 unit="B",
                 unit_scale=True,
@@ -96,7 +99,7 @@ class ProgressDisplay:
             return
         self._last_line = now
         elapsed = now - self._phase_started
-        rate = progress.done / elapsed
+        rate = (progress.done - self._there) / elapsed
         text = (
             f"streammerge: {_LABELS[progress.phase]} "
             f"{size(progress.done)} of {size(progress.total)} "

@@ -14,17 +14,17 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
 from streammerge.adapt import Output
-from streammerge.assets import Asset
 from streammerge.bands import Band, copy_steps
-from streammerge.errors import NoSpaceError, SourceError, TargetError, UnsupportedError
+from streammerge.errors import SourceError, TargetError, UnsupportedError, writing_error
 from streammerge.evaluate import buffer_nbytes, evaluate, value_bands
 from streammerge.header import tensor_nbytes
+from streammerge.journal import Journal, Written
 from streammerge.parallel import STACK_SIZE, TORCH_STACK_SIZE, Team, run, start_threads
 from streammerge.planner import OutputFile, Plan
 from streammerge.reader import BandBuffer, full_band, local_parts
@@ -45,10 +45,13 @@ _FALLBACK = {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EP
 
 @dataclass(slots=True)
 class _Target:
-    """An output file that is being filled."""
+    """An output file that is being filled: `size` bytes, of which the first are `header`."""
 
+    name: str
     path: str
     fd: int
+    size: int
+    header: bytes
     pending: int = 0
     complete: bool = False
     unsynced: int = 0
@@ -103,15 +106,20 @@ def write_files(
     plan: Plan,
     directory: str,
     sources: Sources,
+    journal: Journal,
+    *,
+    kept: Collection[str] = (),
     on_progress: Callable[[int], None] | None = None,
     device: str = "cpu",
 ) -> None:
-    """Write all files of a plan into an empty directory, and fsync them.
+    """Write the files of a plan. Each is flushed to the disk, checked, and then recorded.
 
     Args:
         plan: what to write.
-        directory: the staging directory.
-        sources: the files of the plan's checkpoint.
+        directory: where to; holds nothing but what is kept.
+        sources: the files of the plan's checkpoint, then its side files.
+        journal: names the finished files.
+        kept: names of files that are there already.
         on_progress: called now and then, in this thread, with the tensor bytes written so far.
         device: where LoRA folds are computed, ``cpu`` or ``cuda``.
 
@@ -119,26 +127,30 @@ def write_files(
         SourceError: a source that cannot be read, is damaged or has changed.
         TargetError: the disk is full, or another error of writing.
     """
-    arithmetic = any(needs_torch(output.value) for file in plan.files for output in file.outputs)
+    files = [file for file in plan.files if file.name not in kept]
+    arithmetic = any(needs_torch(output.value) for file in files for output in file.outputs)
     if arithmetic:
         _import_torch()
+    there = plan.nbytes - sum(output.nbytes for file in files for output in file.outputs)
+
+    def advance(nbytes: int) -> None:
+        if on_progress is not None:
+            on_progress(there + nbytes)
+
     targets: list[_Target] = []
     try:
-        with _Syncer() as syncer, _one_torch_thread() if arithmetic else nullcontext():
+        with _Syncer(journal) as syncer, _one_torch_thread() if arithmetic else nullcontext():
             run(
-                _jobs(plan, directory, targets, syncer),
+                _jobs(plan, files, directory, targets, syncer),
                 partial(_make_worker, plan, sources, syncer, _Contest(), device),
                 plan.workers,
-                on_progress,
+                advance,
                 TORCH_STACK_SIZE if arithmetic else STACK_SIZE,
             )
     finally:
         for target in targets:
             target.close()
-    for text in plan.texts:
-        _write_bytes(_make_parents(directory, text.name), text.data)
-    for asset in plan.assets:
-        _copy_asset(asset, directory)
+    journal.record_written(*_write_side_files(plan, directory, sources, kept))
 
 
 def _import_torch() -> None:
@@ -167,20 +179,23 @@ def _one_torch_thread() -> Iterator[None]:
 
 
 def _jobs(
-    plan: Plan, directory: str, targets: list[_Target], syncer: _Syncer
+    plan: Plan,
+    files: Sequence[OutputFile],
+    directory: str,
+    targets: list[_Target],
+    syncer: _Syncer,
 ) -> Iterator[_CopyJob | _BandJob]:
     """All jobs. As many files are filled at a time as there are workers.
 
     File systems let one thread at a time write to a file, so the next job is always of the file
     that the fewest workers are busy with. Each file that is opened is added to `targets`.
     """
-    waiting = iter(plan.files)
+    waiting = iter(files)
     streams: list[tuple[_Target, Iterator[_CopyJob | _BandJob]]] = []
     while True:
         while len(streams) < plan.workers and (file := next(waiting, None)) is not None:
-            target = _create(_make_parents(directory, file.name), file.size)
+            target = _create(directory, file.name, file.size, file.header)
             targets.append(target)
-            _write(target, memoryview(file.header), 0)
             streams.append((target, _file_jobs(plan, file, target)))
         if not streams:
             return
@@ -306,6 +321,23 @@ def _make_worker(
     return work
 
 
+def _write_side_files(
+    plan: Plan, directory: str, sources: Sources, kept: Collection[str]
+) -> Iterator[Written]:
+    for text in plan.texts:
+        if text.name not in kept:
+            with closing(_create(directory, text.name, len(text.data), text.data)) as target:
+                yield _finish(target)
+    for index, asset in enumerate(plan.assets, start=len(plan.checkpoint.files)):
+        if asset.name not in kept:
+            with closing(_create(directory, asset.name, asset.size)) as target:
+                for offset in range(0, asset.size, _ASSET_BUFFER):
+                    part = memoryview(bytearray(min(_ASSET_BUFFER, asset.size - offset)))
+                    sources.read(index, offset, [part])
+                    _write(target, part, offset)
+                yield _finish(target)
+
+
 # --- system calls ---
 
 
@@ -316,7 +348,7 @@ def _write(target: _Target, data: memoryview, offset: int) -> None:
             data = data[count:]
             offset += count
     except OSError as error:
-        raise _target_error(target.path, error) from error
+        raise writing_error(target.path, error) from error
 
 
 def _copy_range(piece: _Range, target: _Target, sources: Sources, buffer_size: int) -> None:
@@ -387,74 +419,71 @@ def _send_file(source: int, target: _Target, start: int, offset: int, nbytes: in
 def _copy_error(
     piece: _Range, start: int, target: _Target, sources: Sources, error: OSError
 ) -> SourceError | TargetError:
-    # One call reads and writes; a read of the same bytes tells which side failed.
-    if error.errno == errno.EIO:
-        sources.read(piece.file, start, [memoryview(bytearray(1))])
-    return _target_error(target.path, error)
+    # One call reads and writes; reading the same bytes again tells which side failed.
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        buffer = memoryview(bytearray(min(_COPY_BUFFER, piece.nbytes)))
+        for done in range(0, piece.nbytes, len(buffer)):
+            sources.read(piece.file, start + done, [buffer[: piece.nbytes - done]])
+    return writing_error(target.path, error)
 
 
-def _target_error(path: str, error: OSError) -> TargetError:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return NoSpaceError(f"{path}: {error.strerror}", hint="free some space and start again")
-    return TargetError(f"{path}: {error.strerror}")
+def _create(directory: str, name: str, size: int, header: bytes = b"") -> _Target:
+    """Create a file of `size` bytes that begins with `header`, with the mode that the umask gives.
 
-
-def _write_bytes(path: str, data: bytes) -> None:
-    target = _create(path, len(data))
-    try:
-        _write(target, memoryview(data), 0)
-        _sync(target)
-    finally:
-        target.close()
-
-
-def _copy_asset(asset: Asset, directory: str) -> None:
-    path = _make_parents(directory, asset.name)
-    try:
-        with open(asset.path, "rb", buffering=0) as source:
-            target = _create(path, 0)
-            try:
-                offset = 0
-                while data := source.read(_ASSET_BUFFER):
-                    _write(target, memoryview(data), offset)
-                    offset += len(data)
-                _sync(target)
-            finally:
-                target.close()
-    except OSError as error:
-        raise SourceError(f"{asset.path}: {error.strerror}") from error
-
-
-def _make_parents(directory: str, name: str) -> str:
-    """The path of a file below a directory, with the folders it lies in."""
+    The folders it lies in are made too.
+    """
     path = os.path.join(directory, *name.split("/"))
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         os.makedirs(os.path.dirname(path), exist_ok=True)
+        target = _Target(name, path, os.open(path, flags, 0o666), size, header)
     except OSError as error:
-        raise _target_error(path, error) from error
-    return path
-
-
-def _create(path: str, size: int) -> _Target:
-    """Create a file of `size` bytes, with the mode that the umask gives."""
+        raise writing_error(path, error) from error
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
-    except OSError as error:
-        raise _target_error(path, error) from error
-    target = _Target(path, fd)
-    try:
-        os.ftruncate(fd, size)
-    except OSError as error:
+        os.ftruncate(target.fd, size)
+        _write(target, memoryview(header), 0)
+    except BaseException as error:
         target.close()
-        raise _target_error(path, error) from error
+        if isinstance(error, OSError):
+            raise writing_error(path, error) from error
+        raise
     return target
+
+
+def _finish(target: _Target) -> Written:
+    """Flush a file to the disk and check its size and header.
+
+    Raises:
+        TargetError: it cannot be flushed, or is not what was written.
+    """
+    try:
+        os.fsync(target.fd)
+        status = os.fstat(target.fd)
+        same = _starts_with(target.fd, target.header)
+    except OSError as error:
+        raise writing_error(target.path, error) from error
+    if status.st_size != target.size:
+        raise TargetError(f"{target.path}: has {status.st_size:,} bytes, not {target.size:,}")
+    if not same:
+        raise TargetError(f"{target.path}: its first bytes are not those that were written")
+    return Written(target.name, status.st_size, status.st_mtime_ns, status.st_ino)
+
+
+def _starts_with(fd: int, data: bytes) -> bool:
+    offset = 0
+    while offset < len(data):
+        part = os.pread(fd, min(_ASSET_BUFFER, len(data) - offset), offset)
+        if not part or not data.startswith(part, offset):
+            return False
+        offset += len(part)
+    return True
 
 
 def _sync(target: _Target) -> None:
     try:
         os.fsync(target.fd)
     except OSError as error:
-        raise _target_error(target.path, error) from error
+        raise writing_error(target.path, error) from error
 
 
 class _Contest:
@@ -489,9 +518,13 @@ class _Contest:
 
 
 class _Syncer:
-    """A thread that flushes files to the disk while others copy, and closes finished ones."""
+    """A thread that flushes files to the disk while others copy.
 
-    def __init__(self) -> None:
+    Finished ones it checks, records in the journal and closes.
+    """
+
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
         self._queue: queue.SimpleQueue[tuple[_Target, bool] | None] = queue.SimpleQueue()
         self._error: BaseException | None = None
         self._given_up = False
@@ -522,8 +555,11 @@ class _Syncer:
             target, finished = item
             try:
                 # A flush may come after the end of its file, put by a thread that was held up.
-                if not self._given_up and self._error is None and target.fd >= 0:
-                    _sync(target)
+                if self._error is None and target.fd >= 0:
+                    if finished:  # also after a failure or Ctrl-C: there is little left to flush
+                        self._journal.record_written(_finish(target))
+                    elif not self._given_up:
+                        _sync(target)
             except BaseException as error:
                 self._error = error
             finally:

@@ -918,10 +918,12 @@ def test_the_target_is_a_mount_point(
 ) -> None:
     target = tmp_path / "disk"
     target.mkdir()
+    (target / "thesis.tex").write_text("precious")
     ismount = os.path.ismount
     monkeypatch.setattr(os.path, "ismount", lambda path: path == str(target) or ismount(path))
-    refusal = refused_target(refuse, source, target)
+    refusal = refused_target(refuse, source, target, "--overwrite")
     assert refusal.error.startswith(f"{target}: a mount point")
+    assert "thesis.tex" in refusal.error
     assert refusal.hint is not None
 
 
@@ -1018,7 +1020,10 @@ def test_the_source_changes_meanwhile(
     refusal = parse_refusal(code, *capsys.readouterr())
     assert refusal.code == 1
     assert str(path) in refusal.error
-    assert sorted(tmp_path.iterdir()) == [source]
+    left = {*tmp_path.iterdir()} - {source}
+    if (change, phase) == (remove, "write"):  # it may come back, so finished files are kept
+        left -= {tmp_path / ".merged.streammerge"}
+    assert not left
 
 
 @pytest.mark.parametrize("change", [touch, replace_by_a_copy, cut_in_half, remove])

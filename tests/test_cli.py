@@ -145,6 +145,7 @@ def test_the_options_are_these() -> None:
             "--push-to-hub",
             "--raw",
             "--replicas",
+            "--restart",
             "--rslora",
             "--transpose-experts",
             "--untie",
@@ -185,6 +186,7 @@ def test_the_choices_and_defaults_are_these() -> None:
         "private": False,
         "raw": False,
         "overwrite": False,
+        "restart": False,
         "dry_run": False,
         "json": False,
         "quiet": False,
@@ -921,7 +923,7 @@ writer._copy_range = signalling_copy_range
 def send():
     begun.wait()
     for _ in range({times}):
-        time.sleep(0.1)
+        time.sleep(0.15)  # not when progress is shown, every 0.1 s
         os.kill(os.getpid(), signal.{name})
 threading.Thread(target=send, daemon=True).start()
 """
@@ -945,7 +947,7 @@ def test_a_signal(name: str, times: int, code: int, word: str, old: bool, tmp_pa
     before = checkpoints.snapshot(tmp_path)
     setup = SELF_SIGNAL.format(name=name, times=times)
 
-    done = child(SLOW_MERGE.format(pause=0.2, setup=setup), *arguments, "--max-shard-size", "900")
+    done = child(SLOW_MERGE.format(pause=0.5, setup=setup), *arguments, "--max-shard-size", "900")
 
     assert done.code == code
     assert done.out == ""
@@ -956,7 +958,7 @@ def test_a_signal(name: str, times: int, code: int, word: str, old: bool, tmp_pa
 def test_the_terminal_is_told_on_a_signal(tmp_path: Path) -> None:
     checkpoints.save_many(tmp_path / "source", tensors=200, numel=100)
     setup = SELF_SIGNAL.format(name="SIGINT", times=1)
-    code = SLOW_MERGE.format(pause=0.2, setup=setup)
+    code = SLOW_MERGE.format(pause=0.5, setup=setup)
     arguments = ("merge", tmp_path / "source", tmp_path / "merged", "--max-shard-size", "900")
     status, shown, _ = on_terminal(code, *arguments)
     assert status == 130

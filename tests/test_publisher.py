@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import json
 import os
 import shutil
 import signal
@@ -23,7 +24,8 @@ from oracles import assert_same_tensors, load_directory
 
 import streammerge
 from streammerge import NoSpaceError, Progress, TargetError, TargetPathError
-from streammerge.publisher import Staging
+from streammerge.journal import read_written
+from streammerge.target import staging_path
 
 ROOT = Path(__file__).resolve().parents[1]
 TIMEOUT_SECONDS = 60
@@ -31,6 +33,7 @@ TIMEOUT_SECONDS = 60
 OLD = {"w": torch.zeros(64), "old": torch.ones(3)}
 NEW = {"w": torch.arange(64.0), "v": torch.arange(32.0).view(4, 8), "i": torch.arange(9)}
 OPTIONS: dict[str, Any] = {"max_shard_size": 200, "workers": 2}
+GO_ON = "the same command goes on where it stopped"
 
 
 @pytest.fixture
@@ -67,7 +70,7 @@ def no_open_files() -> Iterator[None]:
 
 
 def staging_of(target: Path) -> Path:
-    return Path(Staging(str(target)).path)
+    return Path(staging_path(str(target)))
 
 
 def assert_new(target: Path) -> None:
@@ -97,7 +100,7 @@ def test_the_target_does_not_exist_before_the_end(source: Path, target: Path) ->
 
     streammerge.merge(source, target, progress=progress, **OPTIONS)
 
-    assert set(seen) == {("compare", False, False), ("write", False, True)}
+    assert set(seen) == {("compare", False, True), ("write", False, True)}
     assert_new(target)
 
 
@@ -198,7 +201,7 @@ def rename_and_crash(*paths):
     rename(*paths)
     os._exit(9)
 os.rename = rename_and_crash
-streammerge.merge(sys.argv[1], sys.argv[2], overwrite=True)
+streammerge.merge(sys.argv[1], sys.argv[2], overwrite=True, max_shard_size=200)
 """
 
 
@@ -214,22 +217,42 @@ def test_what_a_crash_between_two_renames_leaves_is_no_obstacle(
     )
     assert crashed.returncode == 9
     assert not old_target.exists()
+    assert_same_tensors(load_directory(staging_of(old_target) / "old"), OLD)
     monkeypatch.setattr(ctypes, "CDLL", missing)
     for _ in range(2):
         streammerge.merge(source, old_target, overwrite=True, **OPTIONS)
-        assert_same_tensors(load_directory(old_target), NEW)
+        assert_new(old_target)
+
+
+@pytest.mark.parametrize("then", ["another job", "no overwrite"])
+def test_the_old_result_comes_back_after_a_crash_between_two_renames(
+    then: str, source: Path, old_target: Path
+) -> None:
+    before = checkpoints.snapshot(old_target)
+    subprocess.run(
+        [sys.executable, "-c", CRASH_AFTER_THE_FIRST_RENAME, str(source), str(old_target)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        timeout=TIMEOUT_SECONDS,
+        check=False,
+    )
+    options = {"max_shard_size": 1000, "overwrite": True} if then == "another job" else OPTIONS
+    with pytest.raises(TargetPathError):
+        streammerge.merge(source, old_target, **options)
+    assert checkpoints.snapshot(old_target) == before
 
 
 @pytest.mark.parametrize("failing", [1, 2])
 def test_a_failed_rename_brings_the_old_result_back(
     failing: int, source: Path, old_target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = checkpoints.snapshot(old_target.parent)
+    before = checkpoints.snapshot(old_target)
     monkeypatch.setattr(ctypes, "CDLL", missing)
     fail_on_call(monkeypatch, "rename", failing, errno.EACCES)
     with pytest.raises(TargetError, match=str(old_target)):
         streammerge.merge(source, old_target, overwrite=True, **OPTIONS)
-    assert checkpoints.snapshot(old_target.parent) == before
+    assert checkpoints.snapshot(old_target) == before
+    streammerge.merge(source, old_target, overwrite=True, **OPTIONS)
+    assert_new(old_target)
 
 
 # --- when it fails --------------------------------------------------------------------------------
@@ -252,22 +275,26 @@ def fail_on_call(monkeypatch: pytest.MonkeyPatch, name: str, number: int, code: 
 
 FAULTS = [
     ("mkdir", 1, errno.EACCES),
-    ("ftruncate", 1, errno.ENOSPC),
-    ("ftruncate", 2, errno.EFBIG),
+    ("mkdir", 2, errno.ENOSPC),
+    ("ftruncate", 1, errno.EROFS),
+    ("ftruncate", 2, errno.ENOSPC),
+    ("ftruncate", 4, errno.EFBIG),
     ("pwrite", 1, errno.ENOSPC),
-    ("pwrite", 3, errno.EDQUOT),
+    ("pwrite", 5, errno.EDQUOT),
     ("copy_file_range", 1, errno.ENOSPC),
     ("copy_file_range", 3, errno.EIO),
     ("fsync", 1, errno.EIO),
-    ("fsync", 3, errno.ENOSPC),
-    ("fsync", 7, errno.EIO),
+    ("fsync", 5, errno.ENOSPC),
+    ("fsync", 12, errno.EIO),
     ("makedirs", 2, errno.ENOSPC),
+    ("makedirs", 5, errno.EDQUOT),
+    ("rename", 1, errno.EACCES),
 ]
 
 
 @pytest.mark.parametrize(("name", "number", "code"), FAULTS)
 @pytest.mark.parametrize("old", [False, True])
-def test_a_failed_call_leaves_everything_as_it_was(
+def test_a_failed_call(
     old: bool,
     name: str,
     number: int,
@@ -277,7 +304,10 @@ def test_a_failed_call_leaves_everything_as_it_was(
     monkeypatch: pytest.MonkeyPatch,
     request: pytest.FixtureRequest,
 ) -> None:
+    """What was there stays. Finished files wait in the staging directory; without any, it goes."""
     target = request.getfixturevalue("old_target" if old else "target")
+    if name == "rename":
+        monkeypatch.setattr(ctypes, "CDLL", missing)
     before = checkpoints.snapshot(tmp_path)
     calls = fail_on_call(monkeypatch, name, number, code)
 
@@ -287,31 +317,30 @@ def test_a_failed_call_leaves_everything_as_it_was(
     assert len(calls) >= number
     assert str(target.parent) in str(caught.value)
     assert os.strerror(code) in str(caught.value)
-    if code in (errno.ENOSPC, errno.EDQUOT):
-        assert type(caught.value) is NoSpaceError
-        assert caught.value.hint is not None
     monkeypatch.undo()
+    staging = staging_of(target)
+    finished = read_written(str(staging / "journal"))
+    assert bool(finished) == staging.exists()
+    full = code in (errno.ENOSPC, errno.EDQUOT)
+    assert isinstance(caught.value, NoSpaceError) == full
+    hints = ["free some space and start again"] * full + [GO_ON] * bool(finished)
+    assert (caught.value.hint or "") == "; ".join(hints)
+    if finished:
+        shutil.rmtree(staging)
+        if not old:
+            target.parent.rmdir()
     assert checkpoints.snapshot(tmp_path) == before
 
 
-def test_a_failed_rename(
-    source: Path, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = checkpoints.snapshot(tmp_path)
-    fail_on_call(monkeypatch, "rename", 1, errno.EACCES)
-    with pytest.raises(TargetError, match="Permission denied"):
-        streammerge.merge(source, target, **OPTIONS)
-    assert checkpoints.snapshot(tmp_path) == before
-
-
-def test_a_failed_exchange(
-    source: Path, old_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = checkpoints.snapshot(tmp_path)
+def test_a_failed_exchange(source: Path, old_target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = checkpoints.snapshot(old_target)
     monkeypatch.setattr(ctypes, "CDLL", refusing(errno.EACCES))
     with pytest.raises(TargetError, match="Permission denied"):
         streammerge.merge(source, old_target, overwrite=True, **OPTIONS)
-    assert checkpoints.snapshot(tmp_path) == before
+    assert checkpoints.snapshot(old_target) == before
+    monkeypatch.undo()
+    streammerge.merge(source, old_target, overwrite=True, **OPTIONS)
+    assert_new(old_target)
 
 
 @pytest.mark.parametrize("old", [False, True])
@@ -326,16 +355,29 @@ def test_a_failure_after_the_rename_leaves_the_new_result(
     target.parent.mkdir(exist_ok=True)
     if old:
         request.getfixturevalue("old_target")
-    calls = fail_on_call(monkeypatch, "fsync", 8, errno.EIO)
-    with pytest.raises(TargetError, match=str(target)):
+    fsync = os.fsync
+
+    def fail_after_the_rename(fd: int) -> None:
+        fsync(fd)
+        if (
+            (target / "config.json").exists()
+            and os.path.samestat(os.fstat(fd), target.parent.stat())
+            and not (staging_of(target) / "merged" / "config.json").exists()
+        ):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "fsync", fail_after_the_rename)
+    with pytest.raises(TargetError, match=f"{target}: Input/output error") as caught:
         streammerge.merge(source, target, overwrite=old, **OPTIONS)
-    assert len(calls) == 8
+    assert caught.value.hint == f"{target} is complete"
     assert_same_tensors(load_directory(target), NEW)
+    if old:  # not removed, as the new one might not be found after a crash
+        assert_same_tensors(load_directory(staging_of(target) / "merged"), OLD)
 
 
 @pytest.mark.parametrize("phase", ["compare", "write"])
 @pytest.mark.parametrize("old", [False, True])
-def test_an_interrupt_leaves_everything_as_it_was(
+def test_an_interrupt_leaves_what_was_there(
     old: bool, phase: str, source: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     target = request.getfixturevalue("old_target" if old else "target")
@@ -347,6 +389,10 @@ def test_an_interrupt_leaves_everything_as_it_was(
 
     with pytest.raises(KeyboardInterrupt):
         streammerge.merge(source, target, overwrite=old, progress=progress, **OPTIONS)
+    if phase == "write":
+        shutil.rmtree(staging_of(target), ignore_errors=True)
+        if not old and target.parent.exists():
+            target.parent.rmdir()
     assert checkpoints.snapshot(tmp_path) == before
 
 
@@ -355,7 +401,7 @@ def test_only_folders_of_its_own_are_taken_away(
 ) -> None:
     (tmp_path / "mine").mkdir()
     before = checkpoints.snapshot(tmp_path)
-    fail_on_call(monkeypatch, "rename", 1, errno.EACCES)
+    fail_on_call(monkeypatch, "ftruncate", 2, errno.EACCES)
     with pytest.raises(TargetError):
         streammerge.merge(source, tmp_path / "mine" / "a" / "b" / "merged", **OPTIONS)
     assert checkpoints.snapshot(tmp_path) == before
@@ -384,7 +430,9 @@ def test_a_target_that_appears_meanwhile_is_not_replaced(source: Path, target: P
     with pytest.raises(TargetPathError, match=str(target)):
         streammerge.merge(source, target, progress=once_writing(appear), **OPTIONS)
     assert (target / "thesis.tex").read_text() == "precious"
-    assert list(target.parent.iterdir()) == [target]
+    shutil.rmtree(target)
+    streammerge.merge(source, target, **OPTIONS)
+    assert_new(target)
 
 
 def test_a_target_that_is_filled_meanwhile_is_not_replaced(source: Path, target: Path) -> None:
@@ -396,7 +444,9 @@ def test_a_target_that_is_filled_meanwhile_is_not_replaced(source: Path, target:
     with pytest.raises(TargetPathError, match=str(target)):
         streammerge.merge(source, target, progress=once_writing(fill), **OPTIONS)
     assert (target / "thesis.tex").read_text() == "precious"
-    assert list(target.parent.iterdir()) == [target]
+    shutil.rmtree(target)
+    streammerge.merge(source, target, **OPTIONS)
+    assert_new(target)
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
@@ -415,7 +465,6 @@ def test_a_link_that_appears_meanwhile_is_not_followed(
         )
     assert target.is_symlink()
     assert [path.name for path in (tmp_path / "elsewhere").iterdir()] == ["config.json"]
-    assert list(target.parent.iterdir()) == [target]
 
 
 def test_a_file_that_appears_meanwhile_stays(source: Path, target: Path) -> None:
@@ -424,7 +473,6 @@ def test_a_file_that_appears_meanwhile_stays(source: Path, target: Path) -> None
             source, target, progress=once_writing(lambda: target.write_text("precious")), **OPTIONS
         )
     assert target.read_text() == "precious"
-    assert list(target.parent.iterdir()) == [target]
 
 
 # --- links in an old result -----------------------------------------------------------------------
@@ -490,7 +538,7 @@ def slow_merge(source: Path, target: Path) -> Iterator[subprocess.Popen[bytes]]:
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     ) as running:
         deadline = time.monotonic() + TIMEOUT_SECONDS
-        while not list(staging_of(target).glob("*.safetensors")):
+        while not list(staging_of(target).rglob("*.safetensors")):
             assert running.poll() is None
             assert time.monotonic() < deadline
             time.sleep(0.01)
@@ -568,11 +616,22 @@ Event = tuple[str, str]
 
 @pytest.fixture
 def events(monkeypatch: pytest.MonkeyPatch) -> list[Event]:
-    """Records what is fsynced and when the directory is renamed, in order."""
+    """Records what is written, flushed, published and removed, in order."""
     from streammerge import publisher
 
     recorded: list[Event] = []
     fsync, rename, exchange, rmtree = os.fsync, os.rename, publisher._exchange, shutil.rmtree
+    pwrite = os.pwrite
+
+    def record_pwrite(fd: int, data: memoryview, offset: int) -> int:
+        path = os.readlink(f"/proc/self/fd/{fd}")
+        if path.endswith("/journal"):
+            payloads = [line[9:] for line in bytes(data).splitlines()]
+            for kind, payload in map(json.loads, payloads):
+                recorded.append(("journal", payload["name"] if kind == "written" else kind))
+        else:
+            recorded.append(("write", path))
+        return pwrite(fd, data, offset)
 
     def record_fsync(fd: int) -> None:
         fsync(fd)
@@ -582,14 +641,15 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[Event]:
         rename(old, new)
         recorded.append(("publish", str(new)))
 
-    def record_exchange(new: str, old: str) -> None:
-        exchange(new, old)
+    def record_exchange(new: str, old: str, aside: str) -> None:
+        exchange(new, old, aside)
         recorded.append(("publish", old))
 
     def record_rmtree(path: str, **options: Any) -> None:
         recorded.append(("remove", str(path)))
         rmtree(path, **options)
 
+    monkeypatch.setattr(os, "pwrite", record_pwrite)
     monkeypatch.setattr(os, "fsync", record_fsync)
     monkeypatch.setattr(os, "rename", record_rename)
     monkeypatch.setattr(publisher, "_exchange", record_exchange)
@@ -598,10 +658,11 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[Event]:
 
 
 def split_events(events: list[Event], target: Path) -> tuple[set[str], list[Event]]:
-    """What is fsynced before the target appears, below the staging directory; all that follows."""
+    """What is flushed before the target appears, below its directory; and all that follows."""
     at = events.index(("publish", str(target)))
-    staging = str(staging_of(target))
-    before = {os.path.relpath(path, staging) for kind, path in events[:at] if kind == "fsync"}
+    result = staging_of(target) / "merged"
+    flushed = (Path(path) for kind, path in events[:at] if kind == "fsync")
+    before = {str(path.relative_to(result)) for path in flushed if path.is_relative_to(result)}
     return before, events[at + 1 :]
 
 
@@ -616,8 +677,8 @@ def test_everything_is_on_the_disk_before_it_appears(
     streammerge.merge(source, target, **OPTIONS)
     before, after = split_events(events, target)
     assert before == everything_in(target)
-    # Then the entry of the target itself.
-    assert ("fsync", str(target.parent)) in after
+    # Then the entry of the target itself, and nothing is written any more.
+    assert after == [("fsync", str(target.parent)), ("remove", str(staging_of(target)))]
 
 
 def test_new_folders_above_the_target_are_on_the_disk(
@@ -625,9 +686,9 @@ def test_new_folders_above_the_target_are_on_the_disk(
 ) -> None:
     target = tmp_path / "a" / "b" / "merged"
     streammerge.merge(source, target, **OPTIONS)
-    before, _ = split_events(events, target)
-    assert everything_in(target) <= before
-    synced = {path for kind, path in events if kind == "fsync"}
+    before, after = split_events(events, target)
+    assert before == everything_in(target)
+    synced = {path for kind, path in after if kind == "fsync"}
     assert {str(tmp_path / "a" / "b"), str(tmp_path / "a"), str(tmp_path)} <= synced
 
 
@@ -637,7 +698,29 @@ def test_an_old_result_is_removed_last(source: Path, old_target: Path, events: l
     before, after = split_events(events, old_target)
     assert before == everything_in(old_target)
     # The old result goes only when the new one is sure to be found after a crash.
-    assert after.index(("fsync", str(old_target.parent))) < after.index(
-        ("remove", str(staging_of(old_target)))
-    )
+    assert after == [("fsync", str(old_target.parent)), ("remove", str(staging_of(old_target)))]
     assert_new(old_target)
+
+
+def test_the_journal_names_only_what_is_on_the_disk(
+    source: Path, target: Path, events: list[Event]
+) -> None:
+    streammerge.merge(source, target, **OPTIONS)
+    staging = staging_of(target)
+    flush_of_journal = ("fsync", str(staging / "journal"))
+    # The job comes first, and it is there to be found after a crash.
+    assert events[:2] == [("journal", "job"), flush_of_journal]
+    assert events[2:4] == [("fsync", str(staging)), ("fsync", str(target.parent))]
+    names = {str(p.relative_to(target)) for p in target.rglob("*") if p.is_file()}
+    assert names == {name for kind, name in events if kind == "journal"} - {"job"}
+    for name in names:
+        path = str(staging / "merged" / name)
+        at = events.index(("journal", name))
+        flushed = events.index(("fsync", path))
+        assert (
+            flushed
+            < at
+            < events.index(flush_of_journal, at)
+            < events.index(("publish", str(target)))
+        )
+        assert ("write", path) not in events[flushed:]

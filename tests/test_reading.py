@@ -47,6 +47,7 @@ from streammerge.checkpoint import (
 )
 from streammerge.dtypes import FLOATING, ITEMSIZE, TO_TORCH
 from streammerge.evaluate import band_numel, buffer_nbytes, evaluate
+from streammerge.journal import Journal
 from streammerge.placement import Box, Replicate, Shard, Sharding, StridedShard, local_boxes
 from streammerge.placement import iter_positions as positions
 from streammerge.reader import BandBuffer
@@ -822,8 +823,11 @@ def test_a_source_that_grows_while_it_is_copied(
 def test_a_flush_that_comes_after_the_end_of_its_file(tmp_path: Path) -> None:
     from streammerge import writer
 
-    target = writer._create(str(tmp_path / "file"), 10)
-    with writer._Syncer() as syncer:
+    journal = Journal(str(tmp_path / "journal"))
+    target = writer._create(str(tmp_path), "file", 10)
+    with writer._Syncer(journal) as syncer:
         syncer.put(target, True)
         syncer.put(target, False)  # by a thread that was held up
     assert target.fd == -1
+    assert [payload["name"] for payload in journal.records("written")] == ["file"]
+    journal.close()
