@@ -22,6 +22,7 @@ from streammerge.errors import (
     NoSpaceError,
     PlacementError,
     ReplicaMismatchError,
+    ResultError,
     SourceChangedError,
     SourceError,
     StreamMergeError,
@@ -32,9 +33,10 @@ from streammerge.errors import (
     UsageError,
 )
 from streammerge.formats import describe
-from streammerge.pipeline import Adaptation, Progress, Report, compare, merge, plan, write
+from streammerge.pipeline import Adaptation, Progress, Report, compare, merge, plan, verify, write
 from streammerge.planner import Plan
 from streammerge.replicas import Comparison, Difference, merge_non_dtensor_shards
+from streammerge.verifier import Verification
 
 __version__ = "0.1.0"
 
@@ -52,6 +54,7 @@ __all__ = [
     "Progress",
     "ReplicaMismatchError",
     "Report",
+    "ResultError",
     "SourceChangedError",
     "SourceError",
     "StreamMergeError",
@@ -61,11 +64,13 @@ __all__ = [
     "UnsafePickleError",
     "UnsupportedError",
     "UsageError",
+    "Verification",
     "__version__",
     "compare",
     "describe",
     "merge",
     "merge_non_dtensor_shards",
     "plan",
+    "verify",
     "write",
 ]

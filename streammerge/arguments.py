@@ -35,6 +35,7 @@ def merge_parser() -> argparse.ArgumentParser:
         "directory to create",
     )
     _add_output(parser)
+    _add_values(parser, dtype="keep")
     _add_model(parser)
     _add_lora(parser)
     checks = parser.add_argument_group("checks")
@@ -52,18 +53,18 @@ def merge_parser() -> argparse.ArgumentParser:
         help="where copies are compared (default: a GPU, if there is one and enough to compare); "
         "with cuda, adapters are folded there too",
     )
-    running = parser.add_argument_group("running")
-    running.add_argument(
-        "--memory",
-        metavar="SIZE",
-        help=f"all buffers together (default: {DEFAULT_MEMORY}, or what folding an adapter takes)",
+    checks.add_argument(
+        "--check-crc",
+        action="store_true",
+        help="compare stored bytes with the CRC-32 that torch.save wrote for them, before any are "
+        "copied; reads everything once more",
     )
-    running.add_argument(
-        "--workers",
-        type=int,
-        metavar="N",
-        help="threads that copy (default: number of cores, at most 4)",
+    checks.add_argument(
+        "--verify",
+        action="store_true",
+        help="read the result again and compare it with the checkpoint before it is published",
     )
+    _add_running(parser)
     upload = parser.add_argument_group("upload")
     upload.add_argument(
         "--push-to-hub",
@@ -107,6 +108,47 @@ def check_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def verify_parser() -> argparse.ArgumentParser:
+    """The arguments of ``verify``."""
+    parser = Parser(
+        prog="streammerge verify",
+        usage="streammerge verify REFERENCE [REFERENCE ...] MERGED [options]",
+        description="Compare a merged directory with the checkpoint that it was merged from: "
+        "names, dtypes, shapes and every value. Takes the options of the merge; what a merge "
+        "changes is listed. Two Hugging Face directories, or two checkpoints, are compared as "
+        "they are.",
+        epilog="exit codes: 0 equal, 3 different",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "paths",
+        nargs="*",
+        default=[],
+        metavar="REFERENCE ... MERGED",
+        help="directories of the checkpoint, or a Hugging Face directory, then the directory to "
+        "compare with it",
+    )
+    tolerance = parser.add_argument_group(
+        "tolerance",
+        "As for torch.allclose: |merged - reference| <= atol + rtol * |reference|, for floating-"
+        "point values. Without these, every bit counts.",
+    )
+    tolerance.add_argument("--rtol", type=float, metavar="X", help="relative (default: 0)")
+    tolerance.add_argument("--atol", type=float, metavar="X", help="absolute (default: 0)")
+    _add_values(parser, dtype=None)
+    _add_model(parser)
+    _add_lora(parser)
+    running = _add_running(parser)
+    running.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cpu",
+        help="where adapters are folded, as in the merge (default: cpu)",
+    )
+    _add_common(parser)
+    return parser
+
+
 def upload_parser() -> argparse.ArgumentParser:
     """The arguments of ``upload``."""
     parser = Parser(
@@ -127,34 +169,10 @@ def upload_parser() -> argparse.ArgumentParser:
 def _add_output(parser: argparse.ArgumentParser) -> None:
     output = parser.add_argument_group("output")
     output.add_argument(
-        "--dtype",
-        choices=DTYPES,
-        default="keep",
-        help="convert floating-point tensors; auto is what the config says (default: keep)",
-    )
-    output.add_argument(
-        "--keep-dtype",
-        action="append",
-        default=[],
-        metavar="PATTERN",
-        help="tensors that --dtype leaves alone, such as '*norm*'; may be repeated",
-    )
-    output.add_argument(
         "--max-shard-size",
         metavar="SIZE",
         default=DEFAULT_SHARD_SIZE,
         help="largest safetensors file, as 5GB or 4GiB (default: %(default)s)",
-    )
-    output.add_argument(
-        "--assets",
-        metavar="DIR",
-        help="folder with config, tokenizer and the like, such as the base model's (default: the "
-        "folder huggingface beside the rank files)",
-    )
-    output.add_argument(
-        "--raw",
-        action="store_true",
-        help="write exactly what the checkpoint holds: names, ties, dtypes, config",
     )
     output.add_argument("--overwrite", action="store_true", help="replace an earlier result")
     output.add_argument(
@@ -163,6 +181,51 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
         help="discard what an interrupted merge into DST left, instead of going on with it",
     )
     output.add_argument("--dry-run", action="store_true", help="print the plan, write nothing")
+
+
+def _add_values(parser: argparse.ArgumentParser, *, dtype: str | None) -> None:
+    values = parser.add_argument_group("dtypes and side files")
+    values.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        default=dtype,
+        help="convert floating-point tensors; auto is what the config says (default: "
+        f"{dtype or 'what MERGED has'})",
+    )
+    values.add_argument(
+        "--keep-dtype",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="tensors that --dtype leaves alone, such as '*norm*'; may be repeated",
+    )
+    values.add_argument(
+        "--assets",
+        metavar="DIR",
+        help="folder with config, tokenizer and the like, such as the base model's (default: the "
+        "folder huggingface beside the rank files)",
+    )
+    values.add_argument(
+        "--raw",
+        action="store_true",
+        help="exactly what the checkpoint holds: names, ties, dtypes, config",
+    )
+
+
+def _add_running(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    running = parser.add_argument_group("running")
+    running.add_argument(
+        "--memory",
+        metavar="SIZE",
+        help=f"all buffers together (default: {DEFAULT_MEMORY}, or what folding an adapter takes)",
+    )
+    running.add_argument(
+        "--workers",
+        type=int,
+        metavar="N",
+        help="threads (default: number of cores, at most 4)",
+    )
+    return running
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:

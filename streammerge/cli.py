@@ -10,22 +10,29 @@ import signal
 import sys
 import traceback
 from collections.abc import Sequence
-from contextlib import nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from types import FrameType
 from typing import Any, NoReturn
 
 import streammerge
-from streammerge.arguments import check_parser, inspect_parser, merge_parser, upload_parser
+from streammerge.arguments import (
+    check_parser,
+    inspect_parser,
+    merge_parser,
+    upload_parser,
+    verify_parser,
+)
 from streammerge.checks.directory import check_directory
 from streammerge.checks.findings import first_error
 from streammerge.checks.model import check_model
 from streammerge.errors import StreamMergeError, TargetError, UsageError
 from streammerge.formats import describe
-from streammerge.pipeline import check_plan_target, merge, plan
+from streammerge.pipeline import check_plan_target, merge, plan, verify
 from streammerge.progress import ProgressDisplay
 from streammerge.render import (
     checkpoint_json,
     checkpoint_text,
+    crc_lines,
     difference_lines,
     findings_json,
     findings_text,
@@ -35,6 +42,8 @@ from streammerge.render import (
     report_text,
     upload_json,
     upload_text,
+    verification_json,
+    verification_text,
 )
 from streammerge.target import missing_space, resolve_target
 from streammerge.upload import Upload, check_upload, upload
@@ -54,6 +63,7 @@ Merge sharded training checkpoints into a Hugging Face directory, streaming.
 commands:
   merge SRC [SRC ...] DST   merge a checkpoint into the new directory DST
   inspect SRC [SRC ...]     show what a checkpoint holds, without reading its data
+  verify REFERENCE MERGED   compare a merged directory with its checkpoint, value by value
   check DIR                 check that a merged directory holds together
   upload DIR REPO           upload a merged directory to the Hugging Face Hub
 
@@ -140,13 +150,14 @@ def _merge(args: argparse.Namespace) -> int:
         check_upload(args.push_to_hub, private=args.private)
     # Threads are ours; a pool inside torch on top of them would only add memory.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    silent = args.quiet or sys.stderr is None or (args.json and not sys.stderr.isatty())
-    with nullcontext() if silent else ProgressDisplay(sys.stderr) as progress:
+    with _progress(args) as progress:
         report = merge(
             sources,
             target,
             device=args.device,
             replicas=args.replicas,
+            check_crc=args.check_crc,
+            verify=args.verify,
             overwrite=args.overwrite,
             restart=args.restart,
             progress=progress,
@@ -154,6 +165,8 @@ def _merge(args: argparse.Namespace) -> int:
         )
     for line in difference_lines(report.comparison) if report.comparison else ():
         _warn(line)  # also with --quiet
+    for line in crc_lines(report.crcs) if report.crcs else ():
+        _warn(line)
     if not args.quiet:
         for line in report.warnings:
             _warn(line)
@@ -168,6 +181,11 @@ def _merge(args: argparse.Namespace) -> int:
     return EXIT_DONE
 
 
+def _progress(args: argparse.Namespace) -> AbstractContextManager[ProgressDisplay | None]:
+    silent = args.quiet or sys.stderr is None or (args.json and not sys.stderr.isatty())
+    return nullcontext() if silent else ProgressDisplay(sys.stderr)
+
+
 def _push(args: argparse.Namespace, directory: str, repo: str) -> Upload:
     progress = not args.quiet and sys.stderr is not None and sys.stderr.isatty()
     return upload(directory, repo, private=args.private, progress=progress)
@@ -179,6 +197,12 @@ def _planning(args: argparse.Namespace) -> dict[str, Any]:
         "max_shard_size": args.max_shard_size,
         "memory": args.memory,
         "workers": args.workers,
+        **_adaptation(args),
+    }
+
+
+def _adaptation(args: argparse.Namespace) -> dict[str, Any]:
+    return {
         "raw": args.raw,
         "assets": args.assets,
         "base": args.base,
@@ -220,6 +244,36 @@ def _inspect(args: argparse.Namespace) -> int:
     return EXIT_DONE
 
 
+def _verify(args: argparse.Namespace) -> int:
+    *reference, merged = args.paths
+    if not reference:
+        raise UsageError(
+            f"one path given ({merged}), but a reference and a merged directory are needed",
+            hint="streammerge verify REFERENCE MERGED",
+        )
+    adaptation = _adaptation(args)
+    if args.dtype is None:
+        del adaptation["dtype"]
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    with _progress(args) as progress:
+        found = verify(
+            reference,
+            merged,
+            rtol=args.rtol,
+            atol=args.atol,
+            memory=args.memory,
+            workers=args.workers,
+            device=args.device,
+            progress=progress,
+            **adaptation,
+        )
+    if args.json:
+        _print_json(verification_json(found))
+    elif not args.quiet:
+        print(verification_text(found, verbose=args.verbose))
+    return EXIT_DONE if found.equal else EXIT_DIFFERENT
+
+
 def _check(args: argparse.Namespace) -> int:
     if len(args.paths) != 1:
         raise UsageError("check takes one directory", hint="streammerge check DIR")
@@ -254,6 +308,7 @@ def _upload(args: argparse.Namespace) -> int:
 _COMMANDS = {
     "merge": (merge_parser, _merge),
     "inspect": (inspect_parser, _inspect),
+    "verify": (verify_parser, _verify),
     "check": (check_parser, _check),
     "upload": (upload_parser, _upload),
 }

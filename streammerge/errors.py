@@ -15,7 +15,8 @@
     │   └── SourceChangedError      a file that changed while it was read
     └── TargetError                 what is written
         ├── TargetPathError         a target that is in the way, a link, or a folder that is read
-        └── NoSpaceError            too little room on the disk
+        ├── NoSpaceError            too little room on the disk
+        └── ResultError             what was written is not what was planned
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ __all__ = [
     "NoSpaceError",
     "PlacementError",
     "ReplicaMismatchError",
+    "ResultError",
     "SourceChangedError",
     "SourceError",
     "StreamMergeError",
@@ -104,6 +106,10 @@ class TargetPathError(TargetError):
 
 class NoSpaceError(TargetError):
     """The disk has too little room for the result."""
+
+
+class ResultError(TargetError):
+    """What was written is not what was planned, as the disk has it now."""
 
 
 def writing_error(path: str, error: OSError) -> TargetError:

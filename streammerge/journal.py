@@ -12,7 +12,7 @@ import os
 import stat
 import threading
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from streammerge.errors import writing_error
 Payload = Mapping[str, Any]
 
 WRITTEN = "written"
+CHECKED = "checked"
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +93,22 @@ class Journal:
     def record_written(self, *files: Written) -> None:
         """Add finished files; see `record`."""
         self.record(WRITTEN, *map(asdict, files))
+
+    def record_checked(self, file: int, members: Sequence[int]) -> None:
+        """Add members of a source file whose CRC-32 is right; see `record`.
+
+        Args:
+            file: its index in the checkpoint that is merged.
+            members: their indices in the file.
+        """
+        self.record(CHECKED, {"file": file, "members": list(members)})
+
+    def checked_members(self) -> dict[int, set[int]]:
+        """What `record_checked` was told: index of a file -> indices of members."""
+        checked: dict[int, set[int]] = {}
+        for payload in self.records(CHECKED):
+            checked.setdefault(payload["file"], set()).update(payload["members"])
+        return checked
 
     def records(self, kind: str) -> Iterator[Payload]:
         """The payloads of all records of a kind, oldest first."""

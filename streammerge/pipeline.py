@@ -1,4 +1,4 @@
-"""The steps in order: describe, adapt, plan, compare, write, check, publish."""
+"""The steps in order: describe, adapt, plan, check, compare, write, verify, publish."""
 
 from __future__ import annotations
 
@@ -10,14 +10,17 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypedDict
 
 from streammerge.adapt import Model, adapt, adapt_nothing, draft, question
-from streammerge.assets import find_side_files
+from streammerge.assets import SideFiles, find_side_files
 from streammerge.changes import Change
 from streammerge.checkpoint import Checkpoint, File, Members, Skipped
 from streammerge.checks.directory import check_directory
 from streammerge.checks.findings import first_error
+from streammerge.crc import CrcReport, check_crcs, crc_amount
 from streammerge.errors import SourceError, TargetError, UsageError
 from streammerge.formats import Sources as SourcePaths
 from streammerge.formats import describe, safetensors_files
+from streammerge.journal import Journal
+from streammerge.measure import Tolerance
 from streammerge.planner import (
     DEFAULT_MEMORY,
     DEFAULT_SHARD_SIZE,
@@ -33,6 +36,14 @@ from streammerge.publisher import Staging
 from streammerge.replicas import Comparison, compare_replicas, replica_amount
 from streammerge.sources import Sources
 from streammerge.target import check_space, check_target, resolve_target
+from streammerge.verifier import (
+    Verification,
+    check_written,
+    compare_with_plan,
+    describe_merged,
+    describe_reference,
+    infer_dtypes,
+)
 from streammerge.writer import write_files
 
 if TYPE_CHECKING:
@@ -46,7 +57,8 @@ class Progress:
     """How far a merge is.
 
     Attributes:
-        phase: ``compare`` (copies on several ranks) or ``write``.
+        phase: ``check`` (CRC-32), ``compare`` (copies on several ranks), ``write``, ``verify``, or
+            ``measure`` (how far differing values are apart).
         done, total: bytes of this phase.
     """
 
@@ -100,6 +112,8 @@ class Report:
         peak_memory: highest resident bytes of this process so far (``VmHWM``); None where the
             system does not say.
         comparison: what was compared between ranks; None if nothing was.
+        crcs: what was compared with its CRC-32; None if nothing was.
+        verified: whether the result was read again and compared with the checkpoint.
         skipped: entries that are no tensors.
         left_out: side files that were not copied.
         changes: what differs from the checkpoint.
@@ -113,6 +127,8 @@ class Report:
     seconds: float
     peak_memory: int | None
     comparison: Comparison | None
+    crcs: CrcReport | None
+    verified: bool
     skipped: tuple[Skipped, ...]
     left_out: tuple[str, ...]
     changes: tuple[Change, ...]
@@ -128,6 +144,8 @@ def merge(
     workers: int | None = None,
     device: str = "auto",
     replicas: str = "check",
+    check_crc: bool = False,
+    verify: bool = False,
     overwrite: bool = False,
     restart: bool = False,
     progress: OnProgress | None = None,
@@ -143,6 +161,9 @@ def merge(
             are computed there too.
         replicas: ``check`` compares what ranks hold without a placement that says so, ``check-all``
             also the copies of sharded weights, ``first`` goes on with the first rank's value.
+        check_crc: whether stored bytes are compared with their CRC-32 before any are copied.
+        verify: whether the result is read again and compared with the checkpoint before it is
+            published.
         overwrite: replace an earlier result.
         restart: discard what an interrupted merge into the target left. Else it is taken over if
             it is of the same job, and refused if not.
@@ -163,7 +184,18 @@ def merge(
     decided = plan(
         checkpoint, max_shard_size=max_shard_size, memory=memory, workers=workers, **adaptation
     )
-    return _write(decided, path, replicas, overwrite, restart, device, progress, started)
+    return _write(
+        decided,
+        path,
+        replicas=replicas,
+        check_crc=check_crc,
+        verify=verify,
+        overwrite=overwrite,
+        restart=restart,
+        device=device,
+        progress=progress,
+        started=started,
+    )
 
 
 def plan(
@@ -197,7 +229,15 @@ def write(
 ) -> Report:
     """Carry out a plan, without comparing copies first. Arguments and errors as in `merge`."""
     path, started = resolve_target(os.fspath(target)), time.monotonic()
-    return _write(plan, path, None, overwrite, restart, device, progress, started)
+    return _write(
+        plan,
+        path,
+        overwrite=overwrite,
+        restart=restart,
+        device=device,
+        progress=progress,
+        started=started,
+    )
 
 
 def compare(
@@ -223,6 +263,93 @@ def compare(
         )
     finally:
         sources.close()
+
+
+def check_stored(
+    plan: Plan, journal: Journal | None = None, *, progress: OnProgress | None = None
+) -> CrcReport:
+    """Compare all data of a plan's checkpoint with their CRC-32.
+
+    Args:
+        plan: of what.
+        journal: says what was compared before, and is told what is compared now.
+        progress: called now and then in the calling thread.
+
+    Raises:
+        CorruptFileError: bytes that are not those that torch.save wrote.
+    """
+    done = {} if journal is None else journal.checked_members()
+    sources = Sources(plan.checkpoint.files)
+    try:
+        return check_crcs(
+            plan.checkpoint,
+            sources,
+            buffer_size=plan.buffer_size,
+            workers=plan.workers,
+            done=done,
+            on_checked=None if journal is None else journal.record_checked,
+            on_progress=_in_phase(progress, "check", crc_amount(plan.checkpoint, done)),
+        )
+    finally:
+        sources.close()
+
+
+def verify(
+    reference: SourcePaths,
+    merged: Path,
+    *,
+    rtol: float | None = None,
+    atol: float | None = None,
+    memory: int | str | None = None,
+    workers: int | None = None,
+    device: str = "cpu",
+    progress: OnProgress | None = None,
+    **adaptation: Unpack[Adaptation],
+) -> Verification:
+    """Compare a merged directory with what it was merged from. Nothing is written.
+
+    Names, dtypes, shapes and every value are compared. A checkpoint goes through the same
+    adaptation as in `merge`, with the dtypes of `merged` unless `dtype` is given, so what a merge
+    changes is listed, not counted as a difference. Two Hugging Face directories, or two
+    checkpoints, are compared as they are.
+
+    Args:
+        reference: directory of a checkpoint, or several, or a Hugging Face directory.
+        merged: the directory to compare; its files, their order and their names do not matter.
+        rtol, atol: how far values may be apart, see `Tolerance`; one that is not given is 0. If
+            neither is given, every bit counts: -0.0 is not 0.0, a NaN equals the same NaN.
+        memory, workers: see `planner.make_plan`.
+        device: where folds are computed, ``cpu`` or ``cuda``.
+        progress: called now and then in the calling thread.
+        adaptation: see `Adaptation`.
+
+    Raises:
+        StreamMergeError: bad input.
+    """
+    started = time.monotonic()
+    check_limits(max_shard_size=DEFAULT_SHARD_SIZE, memory=memory, workers=workers)
+    tolerance = None
+    if rtol is not None or atol is not None:
+        tolerance = Tolerance(rtol or 0.0, atol or 0.0)
+    expected, found = describe_reference(reference), describe_merged(merged)
+    model, whole = _adapt_for(expected, found, memory, adaptation)
+    decided = make_plan(whole, model, memory=memory, workers=workers)
+    compared = compare_with_plan(
+        decided,
+        found,
+        tolerance=tolerance,
+        device=device,
+        on_progress=_with_phases(progress),
+    )
+    return Verification(
+        reference=expected.root,
+        merged=found.root,
+        compared=compared,
+        changes=tuple(change for change in decided.changes if change.kind != "config"),
+        tolerance=tolerance,
+        seconds=time.monotonic() - started,
+        peak_memory=peak_memory(),
+    )
 
 
 def check_plan_target(plan: Plan, target: str, overwrite: bool) -> None:
@@ -329,6 +456,34 @@ def _adapt(
     return model, whole
 
 
+def _adapt_for(
+    expected: Checkpoint,
+    found: Checkpoint,
+    memory: int | str | None,
+    adaptation: Adaptation,
+) -> tuple[Model, Checkpoint]:
+    """What a directory should hold that was made of a checkpoint, or of the same kind as it."""
+    is_model = [side.format == safetensors_files.NAME for side in (expected, found)]
+    if is_model == [True, False]:
+        raise UsageError(
+            f"{found.root} is a checkpoint and {expected.root} a Hugging Face directory",
+            hint="the checkpoint comes first: streammerge verify CHECKPOINT MERGED",
+        )
+    if is_model == [False, True]:
+        buffer_size = parse_size(DEFAULT_MEMORY if memory is None else memory, "memory")
+        model, whole = _adapt(expected, buffer_size, **adaptation)
+        inferred = "dtype" not in adaptation and not adaptation.get("raw", False)
+        return (infer_dtypes(model, found.tensors) if inferred else model), whole
+    needless = [name for name, value in adaptation.items() if value and name != "raw"]
+    if needless:
+        option = needless[0].removesuffix("_mode").replace("_", "-")
+        raise UsageError(
+            f"--{option}: {expected.root} and {found.root} are of one kind, so they are compared "
+            "as they are"
+        )
+    return adapt_nothing(expected, SideFiles(None)), expected
+
+
 def _describe_model(directory: Path | None) -> Checkpoint | None:
     return None if directory is None else safetensors_files.describe([os.fspath(directory)])
 
@@ -336,7 +491,10 @@ def _describe_model(directory: Path | None) -> Checkpoint | None:
 def _write(
     plan: Plan,
     target: str,
-    replicas: str | None,
+    *,
+    replicas: str | None = None,
+    check_crc: bool = False,
+    verify: bool = False,
     overwrite: bool,
     restart: bool,
     device: str,
@@ -348,10 +506,12 @@ def _write(
     assets = _asset_files(plan)
     fold_device = "cuda" if device == "cuda" else "cpu"
     job = fingerprint(plan, assets, fold_device)
-    comparison = None
+    crcs = comparison = None
     sources = Sources((*plan.checkpoint.files, *assets))
     try:
         with Staging(target, job, overwrite=overwrite, restart=restart) as staging:
+            if check_crc:
+                crcs = check_stored(plan, staging.journal, progress=progress)
             if replicas is not None:
                 comparison = compare(plan, replicas=replicas, device=device, progress=progress)
             write_files(
@@ -365,6 +525,10 @@ def _write(
             )
             sources.check_unchanged()
             _check(staging.result, target, raw=plan.unchecked)
+            if verify:
+                check_written(
+                    plan, staging.result, device=fold_device, on_progress=_with_phases(progress)
+                )
             check_plan_target(plan, target, overwrite)  # it may have appeared meanwhile
             staging.publish()
     finally:
@@ -377,6 +541,8 @@ def _write(
         seconds=time.monotonic() - started,
         peak_memory=peak_memory(),
         comparison=comparison,
+        crcs=crcs,
+        verified=verify,
         skipped=plan.skipped,
         left_out=plan.left_out,
         changes=plan.changes,
@@ -404,7 +570,7 @@ def _check(staged: str, target: str, *, raw: bool) -> None:
     """Check a staging directory once more, as it lies on the disk.
 
     Raises:
-        TargetError: it does not hold together.
+        TargetError: it does not hold together, or cannot be looked at.
     """
     fault = first_error(check_directory(staged, raw=raw))
     if fault is not None:
@@ -419,3 +585,9 @@ def _in_phase(progress: OnProgress | None, phase: str, total: int) -> Callable[[
     if progress is None:
         return None
     return lambda done: progress(Progress(phase, done, total))
+
+
+def _with_phases(progress: OnProgress | None) -> Callable[[str, int, int], None] | None:
+    if progress is None:
+        return None
+    return lambda phase, done, total: progress(Progress(phase, done, total))

@@ -13,7 +13,13 @@ from streammerge.render import size
 if TYPE_CHECKING:
     from tqdm import tqdm
 
-_LABELS = {"compare": "comparing copies", "write": "merging"}
+_LABELS = {
+    "check": "checking CRC-32",
+    "compare": "comparing copies",
+    "write": "merging",
+    "verify": "verifying",
+    "measure": "measuring differences",
+}
 _SECONDS_PER_LINE = 10.0
 _DEFAULT_COLUMNS = 80
 

@@ -20,6 +20,7 @@ from dataclasses import asdict
 from types import TracebackType
 
 from streammerge.errors import (
+    ResultError,
     SourceError,
     StreamMergeError,
     TargetPathError,
@@ -251,9 +252,10 @@ class Staging:
         """Whether something is done that the same command could go on with.
 
         What the system refused may work the next time, and torch may be installed. What was read
-        and found wrong stays wrong.
+        or written and found wrong stays wrong.
         """
-        damaged = isinstance(error, SourceError) and not isinstance(error, UnsupportedError)
+        wrong = isinstance(error, SourceError | ResultError)
+        damaged = wrong and not isinstance(error, UnsupportedError)
         if error is None or (damaged and not isinstance(error.__cause__, OSError)):
             return False
         try:

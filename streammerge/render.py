@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from streammerge.assets import ADAPTER_FILE
 from streammerge.changes import Change
 from streammerge.checkpoint import Checkpoint, MeshLayout, Skipped, Tensor
 from streammerge.checks.findings import Finding
+from streammerge.crc import CrcReport
 from streammerge.header import INDEX_FILE
 from streammerge.pipeline import Report
 from streammerge.planner import Plan
 from streammerge.replicas import Comparison
 from streammerge.upload import Upload
+from streammerge.verifier import TensorDifference, Verification
 
 Json = dict[str, object]
 
 _NAMED = 3  # how many names a grouped line shows
+_DIFFERENCES = 20  # how many are shown
 
 
 def checkpoint_json(checkpoint: Checkpoint) -> Json:
@@ -140,7 +144,9 @@ def report_json(report: Report) -> Json:
         "seconds": round(report.seconds, 3),
         "bytes_per_second": round(_rate(report)),
         "peak_memory": report.peak_memory,
+        "crcs": report.crcs and _crcs_json(report.crcs),
         "replicas": report.comparison and _comparison_json(report.comparison),
+        "verified": report.verified,
         "skipped": _skipped_json(report.skipped),
         "changes": _changes_json(report.changes),
         "warnings": list(report.warnings),
@@ -151,6 +157,11 @@ def report_json(report: Report) -> Json:
 def report_text(report: Report, *, verbose: bool = False) -> str:
     """The closing summary of ``merge``."""
     lines = []
+    if report.crcs is not None:
+        lines.append(
+            f"checked the CRC-32 of {report.crcs.members:,} stored tensors, "
+            f"{size(report.crcs.nbytes)}"
+        )
     if report.comparison is not None and verbose:
         lines.append(
             f"compared the copies of {report.comparison.tensors:,} tensors, "
@@ -160,6 +171,8 @@ def report_text(report: Report, *, verbose: bool = False) -> str:
     lines += _left_out_lines(report.skipped, report.left_out, verbose)
     if verbose:
         lines += [f"wrote {name}" for name in report.files]
+    if report.verified:
+        lines.append("read the result again: it is what the checkpoint holds")
     what = "tensors of an adapter, no model" if ADAPTER_FILE in report.files else "tensors"
     text = (
         f"{report.target}: {report.tensors:,} {what}, {size(report.nbytes)} in "
@@ -173,6 +186,63 @@ def report_text(report: Report, *, verbose: bool = False) -> str:
 def difference_lines(comparison: Comparison) -> list[str]:
     """Every key whose copies differ and that was taken from the first rank all the same."""
     return [f"{d}; took the value of rank {d.first_rank}" for d in comparison.differences]
+
+
+def crc_lines(report: CrcReport) -> list[str]:
+    """What `check_crcs` could not check."""
+    if not report.without:
+        return []
+    count = sum(count for _, count in report.without)
+    names = _some([path for path, _ in report.without], False)
+    return [f"--check-crc: no CRC-32 is stored for {count:,} tensors in {names}"]
+
+
+def verification_json(found: Verification) -> Json:
+    """``verify --json``."""
+    return {
+        "reference": found.reference,
+        "merged": found.merged,
+        "equal": found.equal,
+        "tensors": found.compared.tensors,
+        "bytes": found.compared.nbytes,
+        "tolerance": found.tolerance
+        and {"rtol": found.tolerance.rtol, "atol": found.tolerance.atol},
+        "differences": [_tensor_difference_json(d) for d in found.compared.differences],
+        "changes": _changes_json(found.changes),
+        "seconds": round(found.seconds, 3),
+        "bytes_per_second": round(found.compared.nbytes / max(found.seconds, 1e-9)),
+        "peak_memory": found.peak_memory,
+    }
+
+
+def verification_text(found: Verification, *, verbose: bool = False) -> str:
+    """``verify``."""
+    lines = _change_lines(found.changes, verbose)
+    differences = found.compared.differences
+    shown = differences if verbose else differences[:_DIFFERENCES]
+    lines += [f"different: {difference.name}: {difference.reason}" for difference in shown]
+    if len(shown) < len(differences):
+        lines.append(f"different: {len(differences) - len(shown):,} more tensors")
+    if any(d.values is not None and d.values.rounding for d in differences):
+        lines.append(
+            "adapters that were folded on another machine, or on a GPU, may differ in the last "
+            "bits: --rtol and --atol allow for that"
+        )
+    nbytes, seconds = found.compared.nbytes, found.seconds
+    kept = "within the tolerance" if found.tolerance else "bit by bit"
+    result = (
+        f"holds what {found.reference} does, {kept}"
+        if found.equal
+        else f"differs from {found.reference} in {len(differences):,} "
+        f"tensor{'s' if len(differences) > 1 else ''}"
+    )
+    text = (
+        f"{found.merged} {result}: {found.compared.tensors:,} tensors compared, {size(nbytes)} in "
+        f"{seconds:.1f} s ({size(nbytes / max(seconds, 1e-9))}/s)"
+    )
+    if found.peak_memory is not None:
+        text += f", peak memory {size(found.peak_memory)}"
+    return "\n".join([*lines, text])
 
 
 def size(nbytes: float) -> str:
@@ -277,6 +347,38 @@ def _comparison_json(comparison: Comparison) -> Json:
             for d in comparison.differences
         ],
     }
+
+
+def _crcs_json(report: CrcReport) -> Json:
+    return {
+        "members": report.members,
+        "bytes": report.nbytes,
+        "without": [{"path": path, "members": count} for path, count in report.without],
+    }
+
+
+def _tensor_difference_json(difference: TensorDifference) -> Json:
+    values = difference.values
+    shown = values and {
+        "index": list(values.index),
+        "reference": values.reference,
+        "merged": values.merged,
+        "count": values.count,
+        "elements": values.numel,
+        "largest": _number_json(values.largest),
+        "rounding": values.rounding,
+    }
+    return {
+        "name": difference.name,
+        "kind": difference.kind,
+        "reason": difference.reason,
+        "values": shown,
+    }
+
+
+def _number_json(number: float | None) -> float | str | None:
+    """JSON has no infinities and NaNs: they become text."""
+    return number if number is None or math.isfinite(number) else repr(number)
 
 
 def _rate(report: Report) -> float:

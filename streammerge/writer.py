@@ -15,13 +15,14 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
 from streammerge.adapt import Output
+from streammerge.arithmetic import import_torch, one_torch_thread
 from streammerge.bands import Band, copy_steps
-from streammerge.errors import SourceError, TargetError, UnsupportedError, writing_error
+from streammerge.errors import ResultError, SourceError, TargetError, writing_error
 from streammerge.evaluate import buffer_nbytes, evaluate, value_bands
 from streammerge.header import tensor_nbytes
 from streammerge.journal import Journal, Written
@@ -130,7 +131,10 @@ def write_files(
     files = [file for file in plan.files if file.name not in kept]
     arithmetic = any(needs_torch(output.value) for file in files for output in file.outputs)
     if arithmetic:
-        _import_torch()
+        import_torch(
+            "converting dtypes or folding adapters",
+            hint="install torch, or write what is stored with --raw",
+        )
     there = plan.nbytes - sum(output.nbytes for file in files for output in file.outputs)
 
     def advance(nbytes: int) -> None:
@@ -139,7 +143,7 @@ def write_files(
 
     targets: list[_Target] = []
     try:
-        with _Syncer(journal) as syncer, _one_torch_thread() if arithmetic else nullcontext():
+        with _Syncer(journal) as syncer, one_torch_thread() if arithmetic else nullcontext():
             run(
                 _jobs(plan, files, directory, targets, syncer),
                 partial(_make_worker, plan, sources, syncer, _Contest(), device),
@@ -151,31 +155,6 @@ def write_files(
         for target in targets:
             target.close()
     journal.record_written(*_write_side_files(plan, directory, sources, kept))
-
-
-def _import_torch() -> None:
-    # Before the threads start, as importing needs more stack than they have.
-    try:
-        import torch  # noqa: F401
-    except ImportError as error:
-        raise UnsupportedError(
-            "converting dtypes or folding adapters needs torch, which cannot be imported "
-            f"({error})",
-            hint="install torch, or write what is stored with --raw",
-        ) from error
-
-
-@contextmanager
-def _one_torch_thread() -> Iterator[None]:
-    """No threads inside torch: the workers take this over from here, and are enough."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _jobs(
@@ -454,7 +433,8 @@ def _finish(target: _Target) -> Written:
     """Flush a file to the disk and check its size and header.
 
     Raises:
-        TargetError: it cannot be flushed, or is not what was written.
+        TargetError: it cannot be flushed.
+        ResultError: it is not what was written.
     """
     try:
         os.fsync(target.fd)
@@ -463,9 +443,9 @@ def _finish(target: _Target) -> Written:
     except OSError as error:
         raise writing_error(target.path, error) from error
     if status.st_size != target.size:
-        raise TargetError(f"{target.path}: has {status.st_size:,} bytes, not {target.size:,}")
+        raise ResultError(f"{target.path}: has {status.st_size:,} bytes, not {target.size:,}")
     if not same:
-        raise TargetError(f"{target.path}: its first bytes are not those that were written")
+        raise ResultError(f"{target.path}: its first bytes are not those that were written")
     return Written(target.name, status.st_size, status.st_mtime_ns, status.st_ino)
 
 

@@ -32,7 +32,13 @@ from safetensors.torch import load_file
 
 import streammerge
 from streammerge import Progress, merge_non_dtensor_shards
-from streammerge.arguments import check_parser, inspect_parser, merge_parser, upload_parser
+from streammerge.arguments import (
+    check_parser,
+    inspect_parser,
+    merge_parser,
+    upload_parser,
+    verify_parser,
+)
 from streammerge.cli import main
 from streammerge.progress import ProgressDisplay
 
@@ -124,34 +130,40 @@ def test_the_options_are_these() -> None:
     assert option_strings(inspect_parser()) == sorted(common)
     assert option_strings(check_parser()) == sorted([*common, "--no-model"])
     assert option_strings(upload_parser()) == sorted([*common, "--private"])
+    both = [
+        *common,
+        "--assets",
+        "--base",
+        "--compat",
+        "--device",
+        "--dtype",
+        "--keep-dtype",
+        "--keep-packed",
+        "--lora",
+        "--lora-alpha",
+        "--memory",
+        "--names-from",
+        "--raw",
+        "--rslora",
+        "--transpose-experts",
+        "--untie",
+        "--workers",
+    ]
     assert option_strings(merge_parser()) == sorted(
         [
-            *common,
-            "--assets",
-            "--base",
-            "--compat",
-            "--device",
+            *both,
+            "--check-crc",
             "--dry-run",
-            "--dtype",
-            "--keep-dtype",
-            "--keep-packed",
-            "--lora",
-            "--lora-alpha",
             "--max-shard-size",
-            "--memory",
-            "--names-from",
             "--overwrite",
             "--private",
             "--push-to-hub",
-            "--raw",
             "--replicas",
             "--restart",
-            "--rslora",
-            "--transpose-experts",
-            "--untie",
-            "--workers",
+            "--verify",
         ]
     )
+    assert option_strings(verify_parser()) == sorted([*both, "--atol", "--rtol"])
 
 
 def test_the_choices_and_defaults_are_these() -> None:
@@ -179,6 +191,8 @@ def test_the_choices_and_defaults_are_these() -> None:
         "base": None,
         "device": "auto",
         "replicas": "check",
+        "check_crc": False,
+        "verify": False,
         "max_shard_size": "5GB",
         "memory": None,
         "workers": None,

@@ -598,7 +598,9 @@ def test_a_merge_that_is_comparing_has_the_target(source: Path, target: Path) ->
         (streammerge.CorruptFileError("damaged"), False),
         (streammerge.ReplicaMismatchError("differ"), False),
         (SourceError("damaged"), False),
+        (TargetError("input/output error"), True),
         (TargetError("does not hold together"), True),
+        (streammerge.ResultError("is not what the checkpoint holds"), False),
     ],
 )
 def test_what_may_pass(error: BaseException, stays: bool, source: Path, target: Path) -> None:
