@@ -52,7 +52,8 @@ class StreamMergeError(Exception):
     """
 
     def __init__(self, message: str, *, hint: str | None = None) -> None:
-        super().__init__(message)
+        # Names in files may hold line breaks, and what else steers a terminal.
+        super().__init__(message if message.isprintable() else _printable(message))
         self.hint = hint
 
 
@@ -110,6 +111,10 @@ class NoSpaceError(TargetError):
 
 class ResultError(TargetError):
     """What was written is not what was planned, as the disk has it now."""
+
+
+def _printable(text: str) -> str:
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def writing_error(path: str, error: OSError) -> TargetError:

@@ -25,6 +25,7 @@ from streammerge.unpickler import Storage, Unpickled, brief, unpickle
 _MAX_COMMENT = (1 << 16) - 1
 _MAX_DIRECTORY = 64 << 20  # bytes; that of 45,000 tensors has 5 MB
 _MAX_NOTE = 1 << 10  # bytes of members like byteorder
+_UNUSED_NOTES = (b"version", b".format_version", b".data/serialization_id")
 
 # Zip records: APPNOTE.TXT of PKWARE, sections 4.3.7 to 4.3.16.
 _LOCAL_HEADER = struct.Struct("<4s5H3I2H")
@@ -150,7 +151,6 @@ def _read_zip(fd: int, size: int, members: Members) -> tuple[object, dict[str, i
 
     if archive.read_note(prefix + b"byteorder", b"little") != b"little":
         raise UnsupportedError("the file was written on a big-endian machine")
-    archive.read_note(prefix + b"version", b"")
     text = archive.read_note(prefix + b".storage_alignment", b"%d" % _ALIGNMENT)
     if not text.isdigit() or len(text) > 10 or not 0 < int(text) <= 1 << 30:
         raise CorruptFileError(f".storage_alignment says {text!r:.40}")
@@ -178,6 +178,8 @@ def _read_zip(fd: int, size: int, members: Members) -> tuple[object, dict[str, i
         keys[key] = members.add(
             blob.header_offset, data_offset, nbytes, blob.crc, zlib.crc32(blob.name)
         )
+    for name in _UNUSED_NOTES:  # read for their CRC-32
+        archive.read_note(prefix + name, b"")
     return unpickled.value, keys, len(data)
 
 

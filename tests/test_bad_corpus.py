@@ -934,3 +934,12 @@ def test_names_of_members_lead_nowhere(tmp_path: Path) -> None:
         "model.safetensors",
         "model_world_size_1_rank_0.pt",
     ]
+
+
+@pytest.mark.parametrize("what", ["a line\nbreak", "\x1b[31mred"])
+def test_what_a_name_holds_steers_no_terminal(tmp_path: Path, what: str) -> None:
+    save_plain(tmp_path / "source", [{what: torch.zeros(2)}, {what: torch.ones(2)}])
+    with pytest.raises(StreamMergeError) as caught:
+        streammerge.merge(tmp_path / "source", tmp_path / "merged")
+    assert str(caught.value).isprintable()
+    assert ascii(what)[1:-1] in str(caught.value)

@@ -59,19 +59,22 @@ class Stored:
 
 def storages(path: Path) -> list[Stored]:
     """The storages of a rank file in the order of their bytes."""
+    return [stored for name, stored in members(path) if "/data/" in name]
+
+
+def members(path: Path) -> list[tuple[str, Stored]]:
+    """All members of a zip archive in the order of their bytes, with their names."""
     found = []
     with zipfile.ZipFile(path) as archive, path.open("rb") as stream:
         for info in archive.infolist():
-            if "/data/" not in info.filename:
-                continue
             stream.seek(info.header_offset)
             *_, name_size, extra_size = _LOCAL_HEADER.unpack(stream.read(_LOCAL_HEADER.size))
             extra = info.header_offset + _LOCAL_HEADER.size + name_size
             begin = extra + extra_size
             # The extra field starts with its kind and size.
             padding = range(min(extra + 4, begin), begin)
-            found.append(Stored(info.CRC, begin, begin + info.file_size, padding))
-    return sorted(found, key=lambda stored: stored.begin)
+            found.append((info.filename, Stored(info.CRC, begin, begin + info.file_size, padding)))
+    return sorted(found, key=lambda member: member[1].begin)
 
 
 def keys_at(path: Path) -> dict[int, set[str]]:
@@ -184,6 +187,23 @@ def test_every_member_is_protected(tmp_path: Path) -> None:
                 flips += 1
     assert flips > 200
     check(checkpoint)
+
+
+def test_every_member_that_is_no_storage_is_protected(tmp_path: Path) -> None:
+    """With or without --check-crc: bits of each byte, of the long pickle some."""
+    source = tmp_path / "source"
+    copy_stored("fsdp2_w4__t213", source)
+    path = rank_file(source, 2)
+    others = {name: stored for name, stored in members(path) if "/data/" not in name}
+    assert {name.partition("/")[2] for name in others} == {
+        *("data.pkl", "byteorder", "version"),
+        *(".format_version", ".storage_alignment", ".data/serialization_id"),
+    }
+    random_ = random.Random(4)
+    for stored in others.values():
+        for offset in range(stored.begin, stored.end, max(1, (stored.end - stored.begin) // 40)):
+            with flipped(path, offset, random_.randrange(8)), pytest.raises(CorruptFileError):
+                streammerge.describe(source)
 
 
 @pytest.fixture(scope="module")

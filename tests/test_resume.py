@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -580,6 +580,56 @@ def test_a_merge_that_is_comparing_has_the_target(source: Path, target: Path) ->
 
     streammerge.merge(source, target, progress=progress, **OPTIONS)
     assert seen
+
+
+# --- what was compared with its CRC-32 ------------------------------------------------------------
+
+
+def bytes_to_check(source: Path, target: Path) -> int:
+    """Merge, with --check-crc, and say how many bytes are read for that."""
+    totals = []
+
+    def progress(state: Progress) -> None:
+        if state.phase == "check":
+            totals.append(state.total)
+
+    report = streammerge.merge(source, target, check_crc=True, progress=progress, **OPTIONS)
+    assert report.crcs is not None
+    assert report.crcs.nbytes == max(totals, default=0)
+    return report.crcs.nbytes
+
+
+def test_what_was_checked_is_not_read_again(
+    source: Path, target: Path, expected: dict[str, str], tmp_path: Path
+) -> None:
+    whole = bytes_to_check(source, tmp_path / "other")
+    assert whole > 0
+    interrupt(source, target, after=0, check_crc=True)
+    assert bytes_to_check(source, target) == 0
+    assert checkpoints.digests(target) == expected
+
+
+def test_checking_goes_on_where_it_stopped(
+    source: Path, target: Path, expected: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record_checked = Journal.record_checked
+    sizes = [file.members.sizes for file in streammerge.describe(source).files]
+    read = 0
+
+    def stop(journal: Journal, file: int, members: Sequence[int]) -> None:
+        nonlocal read
+        if read:
+            raise KeyboardInterrupt
+        read += sum(sizes[file][member] for member in members)
+        record_checked(journal, file, members)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "record_checked", stop)
+        with pytest.raises(KeyboardInterrupt):
+            streammerge.merge(source, target, check_crc=True, **OPTIONS)
+    rest = bytes_to_check(source, target)
+    assert 0 < rest < rest + read == sum(map(sum, sizes))
+    assert checkpoints.digests(target) == expected
 
 
 # --- what stays after a failure -------------------------------------------------------------------
