@@ -229,3 +229,10 @@ def digests(folder: Path) -> dict[str, str]:
         for path in sorted(folder.rglob("*"))
         if path.is_file()
     }
+
+
+def save_side_files(source: Path) -> None:
+    """Put side files, one in a folder of its own, beside rank files."""
+    (source / "huggingface" / "tokenizer").mkdir(parents=True)
+    (source / "huggingface" / "config.json").write_text("{}")
+    (source / "huggingface" / "tokenizer" / "vocab.txt").write_text("a\n")

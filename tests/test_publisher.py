@@ -30,6 +30,8 @@ from streammerge.target import staging_path
 ROOT = Path(__file__).resolve().parents[1]
 TIMEOUT_SECONDS = 60
 
+pytestmark = pytest.mark.usefixtures("no_open_files")
+
 OLD = {"w": torch.zeros(64), "old": torch.ones(3)}
 NEW = {"w": torch.arange(64.0), "v": torch.arange(32.0).view(4, 8), "i": torch.arange(9)}
 OPTIONS: dict[str, Any] = {"max_shard_size": 200, "workers": 2}
@@ -41,9 +43,7 @@ def source(tmp_path: Path) -> Path:
     """A checkpoint that becomes several files, with side files in a folder of their own."""
     folder = tmp_path / "source"
     checkpoints.save_plain(folder, [NEW] * 2)
-    (folder / "huggingface" / "tokenizer").mkdir(parents=True)
-    (folder / "huggingface" / "config.json").write_text("{}")
-    (folder / "huggingface" / "tokenizer" / "vocab.txt").write_text("a\n")
+    checkpoints.save_side_files(folder)
     return folder
 
 
@@ -59,14 +59,6 @@ def old_target(tmp_path: Path, target: Path) -> Path:
     streammerge.merge(tmp_path / "earlier", target, max_shard_size=100)
     (target / "README.md").write_text("my notes")
     return target
-
-
-@pytest.fixture(autouse=True)
-def no_open_files() -> Iterator[None]:
-    """No merge, whether it works or fails, leaves a file open."""
-    before = len(os.listdir("/proc/self/fd"))
-    yield
-    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def staging_of(target: Path) -> Path:

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,8 @@ TIMEOUT_SECONDS = 60
 GO_ON = "the same command goes on where it stopped"
 
 STATE = {f"layers.{i}.weight": torch.full((8, 8), float(i)) for i in range(6)}
+pytestmark = pytest.mark.usefixtures("no_open_files")
+
 OPTIONS: dict[str, Any] = {"max_shard_size": 256, "workers": 1}
 WEIGHTS = [f"model-{i:05d}-of-00006.safetensors" for i in range(1, 7)]
 SIDE_FILES = ["model.safetensors.index.json", "config.json", "tokenizer/vocab.txt"]
@@ -45,9 +47,7 @@ FILES = [*WEIGHTS, *SIDE_FILES]  # in the order in which they are written
 def source(tmp_path: Path) -> Path:
     folder = tmp_path / "source"
     checkpoints.save_plain(folder, [STATE] * 2)
-    (folder / "huggingface" / "tokenizer").mkdir(parents=True)
-    (folder / "huggingface" / "config.json").write_text("{}")
-    (folder / "huggingface" / "tokenizer" / "vocab.txt").write_text("a\n")
+    checkpoints.save_side_files(folder)
     return folder
 
 
@@ -61,14 +61,6 @@ def expected(source: Path, tmp_path: Path) -> dict[str, str]:
 @pytest.fixture
 def target(tmp_path: Path) -> Path:
     return tmp_path / "out" / "merged"
-
-
-@pytest.fixture(autouse=True)
-def no_open_files() -> Iterator[None]:
-    """No merge, whether it works or fails, leaves a file open."""
-    before = len(os.listdir("/proc/self/fd"))
-    yield
-    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def staging_of(target: Path) -> Path:
