@@ -7,6 +7,7 @@ from typing import NoReturn
 
 from streammerge.adapt import COMPATS, DTYPES, LORA_MODES
 from streammerge.errors import UsageError
+from streammerge.formats import AUTO, format_words
 from streammerge.planner import DEFAULT_MEMORY, DEFAULT_SHARD_SIZE
 from streammerge.replicas import DEVICES, MODES
 
@@ -34,6 +35,7 @@ def merge_parser() -> argparse.ArgumentParser:
         help="directories of the checkpoint (or a parent of the only one below it), then the "
         "directory to create",
     )
+    _add_source(parser)
     _add_output(parser)
     _add_values(parser, dtype="keep")
     _add_model(parser)
@@ -87,6 +89,7 @@ def inspect_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "paths", nargs="*", default=[], metavar="SRC", help="directories of the checkpoint"
     )
+    _add_source(parser)
     _add_common(parser)
     return parser
 
@@ -115,8 +118,8 @@ def verify_parser() -> argparse.ArgumentParser:
         usage="streammerge verify REFERENCE [REFERENCE ...] MERGED [options]",
         description="Compare a merged directory with the checkpoint that it was merged from: "
         "names, dtypes, shapes and every value. Takes the options of the merge; what a merge "
-        "changes is listed. Two Hugging Face directories, or two checkpoints, are compared as "
-        "they are.",
+        "changes is listed. Two checkpoints are compared as they are, and so are two Hugging Face "
+        "directories of the same names, dtypes and shapes.",
         epilog="exit codes: 0 equal, 3 different",
         allow_abbrev=False,
     )
@@ -135,6 +138,7 @@ def verify_parser() -> argparse.ArgumentParser:
     )
     tolerance.add_argument("--rtol", type=float, metavar="X", help="relative (default: 0)")
     tolerance.add_argument("--atol", type=float, metavar="X", help="absolute (default: 0)")
+    _add_source(parser)
     _add_values(parser, dtype=None)
     _add_model(parser)
     _add_lora(parser)
@@ -164,6 +168,36 @@ def upload_parser() -> argparse.ArgumentParser:
     parser.add_argument("--private", action="store_true", help="create the repository as private")
     _add_common(parser)
     return parser
+
+
+# What `_add_source` adds for some layouts; a layout's module says which it takes.
+LAYOUT_OPTIONS = ("prefix", "pattern", "tag")
+
+
+def _add_source(parser: argparse.ArgumentParser) -> None:
+    source = parser.add_argument_group("source")
+    source.add_argument(
+        "--format",
+        choices=format_words(),
+        default=AUTO,
+        help="layout of the checkpoint (default: what its file names say)",
+    )
+    source.add_argument(
+        "--prefix",
+        metavar="KEY",
+        help="with torch.distributed.checkpoint: where the model's keys are, such as app.model",
+    )
+    source.add_argument(
+        "--pattern",
+        metavar="NAME",
+        help="with rank files of other names: how they are called, with {rank} for the rank and "
+        "{world} for the world size, such as 'model_state-{rank}.pt'",
+    )
+    source.add_argument(
+        "--tag",
+        metavar="TAG",
+        help="with DeepSpeed: which checkpoint, such as global_step100 (default: the latest)",
+    )
 
 
 def _add_output(parser: argparse.ArgumentParser) -> None:
@@ -203,7 +237,7 @@ def _add_values(parser: argparse.ArgumentParser, *, dtype: str | None) -> None:
         "--assets",
         metavar="DIR",
         help="folder with config, tokenizer and the like, such as the base model's (default: the "
-        "folder huggingface beside the rank files)",
+        "folder huggingface beside the weights, or theirs)",
     )
     values.add_argument(
         "--raw",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 
@@ -44,12 +44,30 @@ DENIED = (
     "optimizer*",
     "scheduler*",
     "rng_state*",
+    "random_states_*",
+    "sampler*.bin",
+    "dl_state_dict*.bin",
+    "custom_checkpoint_*",
     "trainer_state.json",
     "training_args.bin",
+    "fsdp_config.json",
     "adapter_config.json",
     "adapter_model.*",
 )
-DENIED_DIRECTORIES = (".git", ".cache", "__pycache__", ADAPTER_DIRECTORY)
+# The last are those in which trainers keep checkpoints and logs beside a finished model.
+DENIED_DIRECTORIES = (
+    ".git",
+    ".cache",
+    "__pycache__",
+    ADAPTER_DIRECTORY,
+    "checkpoint-*",
+    "global_step*",
+    "pytorch_model_fsdp_*",
+    "optimizer_*",
+    "runs",
+    "wandb",
+)
+_INDEXES = ("*.safetensors.index.json", "*.bin.index.json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,12 +116,15 @@ class SideFiles:
         return None if data is None else parse_json(data, f"{self.directory}/{name}")
 
 
-def find_side_files(directory: str | None, roots: Sequence[str]) -> SideFiles:
+def find_side_files(
+    directory: str | None, roots: Sequence[str], weights: Collection[str] = ()
+) -> SideFiles:
     """What is beside the weights.
 
     Args:
         directory: the folder with config and tokenizer; None if there is none.
         roots: folders in which the settings of an adapter may be, besides that one.
+        weights: files that are read, so that they are not left out. Their index is not either.
 
     Raises:
         SourceError: a file or folder that cannot be read.
@@ -120,7 +141,10 @@ def find_side_files(directory: str | None, roots: Sequence[str]) -> SideFiles:
         path = os.path.join(directory, name)
         if os.path.exists(path) and not os.path.isfile(path):
             raise CorruptFileError(f"{path}: is no file")
-    assets, left_out = find_assets(directory)
+    assets, names = find_assets(directory)
+    unread = [name for name in names if os.path.join(directory, name) not in weights]
+    replaced = _INDEXES if len(unread) < len(names) else ()
+    left_out = tuple(name for name in unread if not _is_any(name, replaced))
     texts = {a.name: _read(a.path) for a in assets if a.name in (CONFIG, TOKENIZER_CONFIG)}
     template = next((_read_text(a.path) for a in assets if a.name == _CHAT_TEMPLATE), None)
     return SideFiles(directory, assets, left_out, texts, template, meta, adapter)
@@ -143,14 +167,14 @@ def find_assets(directory: str) -> tuple[tuple[Asset, ...], tuple[str, ...]]:
     for parent, directories, names in os.walk(directory, onerror=fail):
         for name in sorted(directories):
             path = os.path.join(parent, name)
-            if name in DENIED_DIRECTORIES or os.path.islink(path):
+            if _is_any(name, DENIED_DIRECTORIES) or os.path.islink(path):
                 directories.remove(name)
                 left_out.append(os.path.relpath(path, directory) + "/")
         directories.sort()
         for name in sorted(names):
             path = os.path.join(parent, name)
             relative = os.path.relpath(path, directory)
-            if not name.endswith(".py") and any(fnmatch(name, pattern) for pattern in DENIED):
+            if not name.endswith(".py") and _is_any(name, DENIED):
                 left_out.append(relative)
                 continue
             try:
@@ -162,6 +186,10 @@ def find_assets(directory: str) -> tuple[tuple[Asset, ...], tuple[str, ...]]:
                 continue
             assets.append(Asset(path, relative.replace(os.sep, "/"), status.st_size))
     return tuple(assets), tuple(left_out)
+
+
+def _is_any(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch(name, pattern) for pattern in patterns)
 
 
 def _first_json(paths: Iterator[str]) -> JsonObject | None:

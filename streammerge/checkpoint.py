@@ -266,6 +266,19 @@ class Skipped:
     kind: str
 
 
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """State of a training run that lies beside the weights and is not read.
+
+    Attributes:
+        path: a file or a folder.
+        nbytes: its size.
+    """
+
+    path: str
+    nbytes: int
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Checkpoint:
     """Everything that is known of a checkpoint before its data are read.
@@ -279,6 +292,7 @@ class Checkpoint:
         skipped: entries that are no tensors.
         directories: every folder that is read.
         assets: the folder with config, tokenizer and the like, if there is one.
+        left_out: state of the training run beside the weights, see `formats.describe`.
     """
 
     root: str
@@ -289,6 +303,7 @@ class Checkpoint:
     skipped: tuple[Skipped, ...]
     directories: tuple[str, ...]
     assets: str | None
+    left_out: tuple[LeftOut, ...] = ()
 
     @property
     def nbytes(self) -> int:

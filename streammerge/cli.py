@@ -16,12 +16,14 @@ from typing import Any, NoReturn
 
 import streammerge
 from streammerge.arguments import (
+    LAYOUT_OPTIONS,
     check_parser,
     inspect_parser,
     merge_parser,
     upload_parser,
     verify_parser,
 )
+from streammerge.checkpoint import Checkpoint
 from streammerge.checks.directory import check_directory
 from streammerge.checks.findings import first_error
 from streammerge.checks.model import check_model
@@ -154,6 +156,7 @@ def _merge(args: argparse.Namespace) -> int:
         report = merge(
             sources,
             target,
+            **_reading(args),
             device=args.device,
             replicas=args.replicas,
             check_crc=args.check_crc,
@@ -191,6 +194,13 @@ def _push(args: argparse.Namespace, directory: str, repo: str) -> Upload:
     return upload(directory, repo, private=args.private, progress=progress)
 
 
+def _reading(args: argparse.Namespace) -> dict[str, Any]:
+    """The arguments of `merge` that say how the checkpoint is read."""
+    given = {name: getattr(args, name) for name in LAYOUT_OPTIONS}
+    options = {name: value for name, value in given.items() if value is not None}
+    return {"format": args.format, "options": options}
+
+
 def _planning(args: argparse.Namespace) -> dict[str, Any]:
     """The arguments of `plan`."""
     return {
@@ -219,8 +229,15 @@ def _adaptation(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def _describe(
+    args: argparse.Namespace, sources: list[str], target: str | None = None
+) -> Checkpoint:
+    reading = _reading(args)
+    return describe(sources, format=reading["format"], target=target, **reading["options"])
+
+
 def _dry_run(args: argparse.Namespace, sources: list[str], target: str) -> int:
-    decided = plan(describe(sources), **_planning(args))
+    decided = plan(_describe(args, sources, target), **_planning(args))
     path, refusal = os.path.abspath(target), None
     try:
         path = resolve_target(target)
@@ -236,7 +253,7 @@ def _dry_run(args: argparse.Namespace, sources: list[str], target: str) -> int:
 
 
 def _inspect(args: argparse.Namespace) -> int:
-    checkpoint = describe(args.paths)
+    checkpoint = _describe(args, args.paths)
     if args.json:
         _print_json(checkpoint_json(checkpoint))
     elif not args.quiet:
@@ -259,6 +276,7 @@ def _verify(args: argparse.Namespace) -> int:
         found = verify(
             reference,
             merged,
+            **_reading(args),
             rtol=args.rtol,
             atol=args.atol,
             memory=args.memory,

@@ -40,6 +40,8 @@ _MAX_SPLITS = 1 << 16
 
 # FSDP1 gives each rank one shard, at most.
 _MAX_SHARDS_PER_RANK = 16
+# Shards that are believed where only the shards say how many ranks there are.
+_MAX_SHARDS_UNNAMED = 4096
 
 Ints = tuple[int, ...]
 
@@ -150,19 +152,22 @@ class RankFile:
     beside: list[tuple[str, str]] = field(default_factory=list)
 
 
-def read_rank_file(path: str, rank: int, world_size: int) -> RankFile:
+def read_rank_file(path: str, rank: int, world_size: int, *, named: bool = True) -> RankFile:
     """Read the metadata of one rank file.
 
     Args:
         path: the file.
-        rank, world_size: as its name says.
+        rank: as its name says.
+        world_size: number of rank files.
+        named: whether the names of the files say the world size. If not, the device meshes may
+            know of more ranks than there are files.
 
     Raises:
         SourceError: a file that is damaged, contradicts itself or its name, or cannot be merged.
     """
     source = read_torch_file(path)
     found = RankFile(source.file, source.pickle_nbytes)
-    reader = _Reader(source, rank, world_size, found)
+    reader = _Reader(source, rank, world_size, named, found)
     try:
         state_dict, beside = unwrap(source.root)
         for name, value in state_dict.items():
@@ -183,11 +188,14 @@ def quoted(name: str) -> str:
 class _Reader:
     """Adds what a rank file says of its keys to the columns of a `RankFile`."""
 
-    def __init__(self, source: TorchFile, rank: int, world_size: int, found: RankFile) -> None:
+    def __init__(
+        self, source: TorchFile, rank: int, world_size: int, named: bool, found: RankFile
+    ) -> None:
         self._members = source.members
         self._sizes = source.file.members.sizes
         self._rank = rank
         self._world_size = world_size
+        self._named = named
         self._found = found
         self._forms: dict[Form, int] = {}
         self._meshes: dict[Mesh, int] = {}
@@ -335,7 +343,7 @@ class _Reader:
         return tuple(value)
 
     def _check_writer(self, record: stand_ins.DeviceMesh, mesh: Mesh) -> None:
-        if max(mesh.ranks) >= self._world_size:
+        if self._named and max(mesh.ranks) >= self._world_size:
             outside = next(rank for rank in mesh.ranks if rank >= self._world_size)
             raise InconsistentRanksError(
                 f"the device mesh {mesh} names rank {outside}, "
@@ -426,7 +434,8 @@ class _Reader:
         if listed is None:
             if not isinstance(records, list):
                 raise CorruptFileError("a ShardedTensor whose metadata are damaged")
-            if len(records) > _MAX_SHARDS_PER_RANK * self._world_size:
+            limit = _MAX_SHARDS_PER_RANK * self._world_size
+            if len(records) > (limit if self._named else max(limit, _MAX_SHARDS_UNNAMED)):
                 raise UnsupportedError(
                     f"a ShardedTensor of {len(records):,} shards over {self._world_size} ranks"
                 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypedDict
 
@@ -17,8 +17,8 @@ from streammerge.checks.directory import check_directory
 from streammerge.checks.findings import first_error
 from streammerge.crc import CrcReport, check_crcs, crc_amount
 from streammerge.errors import SourceError, TargetError, UsageError
+from streammerge.formats import AUTO, describe, safetensors_files
 from streammerge.formats import Sources as SourcePaths
-from streammerge.formats import describe, safetensors_files
 from streammerge.journal import Journal
 from streammerge.measure import Tolerance
 from streammerge.planner import (
@@ -40,9 +40,9 @@ from streammerge.verifier import (
     Verification,
     check_written,
     compare_with_plan,
-    describe_merged,
-    describe_reference,
+    describe_side,
     infer_dtypes,
+    is_model,
 )
 from streammerge.writer import write_files
 
@@ -139,6 +139,8 @@ def merge(
     sources: SourcePaths,
     target: Path,
     *,
+    format: str = AUTO,
+    options: Mapping[str, str] | None = None,
     max_shard_size: int | str = DEFAULT_SHARD_SIZE,
     memory: int | str | None = None,
     workers: int | None = None,
@@ -154,8 +156,9 @@ def merge(
     """Merge a checkpoint into a Hugging Face directory.
 
     Args:
-        sources: directory of the rank files, or several; see `describe`.
+        sources: directory of the checkpoint, or several; see `describe`.
         target: directory to create. It does not exist before everything is written.
+        format, options: the layout of the checkpoint and its options, see `describe`.
         max_shard_size, memory, workers: see `planner.make_plan`.
         device: where copies are compared: ``auto``, ``cpu`` or ``cuda``; with ``cuda``, LoRA folds
             are computed there too.
@@ -178,8 +181,8 @@ def merge(
             wait beside it if the same call could go on with them.
     """
     started = time.monotonic()
-    checkpoint = describe(sources)
     path = resolve_target(os.fspath(target))
+    checkpoint = describe(sources, format=format, target=path, **(options or {}))
     check_target(path, checkpoint.directories, overwrite, assets=checkpoint.assets)
     decided = plan(
         checkpoint, max_shard_size=max_shard_size, memory=memory, workers=workers, **adaptation
@@ -298,6 +301,8 @@ def verify(
     reference: SourcePaths,
     merged: Path,
     *,
+    format: str = AUTO,
+    options: Mapping[str, str] | None = None,
     rtol: float | None = None,
     atol: float | None = None,
     memory: int | str | None = None,
@@ -310,11 +315,12 @@ def verify(
 
     Names, dtypes, shapes and every value are compared. A checkpoint goes through the same
     adaptation as in `merge`, with the dtypes of `merged` unless `dtype` is given, so what a merge
-    changes is listed, not counted as a difference. Two Hugging Face directories, or two
-    checkpoints, are compared as they are.
+    changes is listed, not counted as a difference. Two checkpoints are compared as they are, and
+    so are two Hugging Face directories of the same names, dtypes and shapes.
 
     Args:
         reference: directory of a checkpoint, or several, or a Hugging Face directory.
+        format, options: the layout of the reference and its options, see `describe`.
         merged: the directory to compare; its files, their order and their names do not matter.
         rtol, atol: how far values may be apart, see `Tolerance`; one that is not given is 0. If
             neither is given, every bit counts: -0.0 is not 0.0, a NaN equals the same NaN.
@@ -331,7 +337,8 @@ def verify(
     tolerance = None
     if rtol is not None or atol is not None:
         tolerance = Tolerance(rtol or 0.0, atol or 0.0)
-    expected, found = describe_reference(reference), describe_merged(merged)
+    expected = describe_side(reference, format=format, options=options)
+    found = describe_side(merged)
     model, whole = _adapt_for(expected, found, memory, adaptation)
     decided = make_plan(whole, model, memory=memory, workers=workers)
     compared = compare_with_plan(
@@ -416,7 +423,8 @@ def _adapt(
     folder = os.fspath(assets) if assets is not None else checkpoint.assets
     if folder is None and base_model is not None:
         folder = base_model.root
-    side = find_side_files(folder, () if raw else checkpoint.directories)
+    weights = {file.path for file in checkpoint.files}
+    side = find_side_files(folder, () if raw else checkpoint.directories, weights)
     whole = checkpoint
     if base_model is not None:
         base_model = base_model.shifted(len(checkpoint.files))
@@ -463,25 +471,32 @@ def _adapt_for(
     adaptation: Adaptation,
 ) -> tuple[Model, Checkpoint]:
     """What a directory should hold that was made of a checkpoint, or of the same kind as it."""
-    is_model = [side.format == safetensors_files.NAME for side in (expected, found)]
-    if is_model == [True, False]:
+    kinds = is_model(expected), is_model(found)
+    if kinds == (True, False):
         raise UsageError(
             f"{found.root} is a checkpoint and {expected.root} a Hugging Face directory",
             hint="the checkpoint comes first: streammerge verify CHECKPOINT MERGED",
         )
-    if is_model == [False, True]:
-        buffer_size = parse_size(DEFAULT_MEMORY if memory is None else memory, "memory")
-        model, whole = _adapt(expected, buffer_size, **adaptation)
-        inferred = "dtype" not in adaptation and not adaptation.get("raw", False)
-        return (infer_dtypes(model, found.tensors) if inferred else model), whole
-    needless = [name for name, value in adaptation.items() if value and name != "raw"]
-    if needless:
-        option = needless[0].removesuffix("_mode").replace("_", "-")
+    given = [name for name, value in adaptation.items() if value and name != "raw"]
+    if kinds == (False, False) and given:
+        option = given[0].removesuffix("_mode").replace("_", "-")
         raise UsageError(
-            f"--{option}: {expected.root} and {found.root} are of one kind, so they are compared "
-            "as they are"
+            f"--{option}: {expected.root} and {found.root} are both checkpoints, so they are "
+            "compared as they are"
         )
-    return adapt_nothing(expected, SideFiles(None)), expected
+    as_they_are = kinds == (False, False) or (
+        kinds == (True, True) and not given and _kinds_of(expected) == _kinds_of(found)
+    )
+    if as_they_are:
+        return adapt_nothing(expected, SideFiles(None)), expected
+    buffer_size = parse_size(DEFAULT_MEMORY if memory is None else memory, "memory")
+    model, whole = _adapt(expected, buffer_size, **adaptation)
+    inferred = "dtype" not in adaptation and not adaptation.get("raw", False)
+    return (infer_dtypes(model, found.tensors) if inferred else model), whole
+
+
+def _kinds_of(checkpoint: Checkpoint) -> dict[str, tuple[str, tuple[int, ...]]]:
+    return {tensor.name: (tensor.dtype, tensor.shape) for tensor in checkpoint.tensors}
 
 
 def _describe_model(directory: Path | None) -> Checkpoint | None:

@@ -55,11 +55,12 @@ serve()
 """
 
 
-def read_rank_files(paths: Sequence[str]) -> Iterator[RankFile]:
+def read_rank_files(paths: Sequence[str], *, named: bool = True) -> Iterator[RankFile]:
     """Read the metadata of all rank files.
 
     Args:
         paths: the files, by rank.
+        named: whether their names say the world size, see `entries.read_rank_file`.
 
     Yields:
         What each holds, by rank. A column with the same values as that of the rank before is the
@@ -69,12 +70,12 @@ def read_rank_files(paths: Sequence[str]) -> Iterator[RankFile]:
         SourceError: see `entries.read_rank_file`; also if a process was killed.
     """
     world_size = len(paths)
-    first = read_rank_file(paths[0], 0, world_size)
+    first = read_rank_file(paths[0], 0, world_size, named=named)
     yield first
     jobs = list(enumerate(paths))[1:]
     processes = []
     if first.pickle_nbytes * len(jobs) >= MIN_BYTES:
-        processes = _start(jobs, world_size, min(_count_cores(), MAX_PROCESSES))
+        processes = _start(jobs, world_size, named, min(_count_cores(), MAX_PROCESSES))
     before = first
     sent: dict[int, list[str]] = {}  # by process: the last names
     try:
@@ -84,7 +85,7 @@ def read_rank_files(paths: Sequence[str]) -> Iterator[RankFile]:
                 found = _receive(processes[number], path, sent.get(number, []))
                 sent[number] = found.names
             else:
-                found = read_rank_file(path, rank, world_size)
+                found = read_rank_file(path, rank, world_size, named=named)
             before = _share_columns(found, before)
             yield before
     finally:
@@ -124,7 +125,9 @@ def _count_cores() -> int:
 # --- in this process ---
 
 
-def _start(jobs: Sequence[tuple[int, str]], world_size: int, count: int) -> list[Popen[bytes]]:
+def _start(
+    jobs: Sequence[tuple[int, str]], world_size: int, named: bool, count: int
+) -> list[Popen[bytes]]:
     """Start processes, each with every `count`-th job; none where that makes no sense."""
     if count < 2 or not _is_python(sys.executable):
         return []
@@ -145,7 +148,7 @@ def _start(jobs: Sequence[tuple[int, str]], world_size: int, count: int) -> list
             processes.append(process)
             assert process.stdin is not None
             with process.stdin as stream:
-                marshal.dump((world_size, list(jobs[number::count])), stream)
+                marshal.dump((world_size, named, list(jobs[number::count])), stream)
         if all(_read(process, len(_READY)) == _READY for process in processes):
             return processes
     except OSError:
@@ -202,14 +205,14 @@ def _stop(processes: Sequence[Popen[bytes]]) -> None:
 def serve() -> None:
     """Read the files that stdin lists and write to stdout what they hold."""
     gc.disable()  # nothing here is cyclic, but for hostile pickles
-    world_size, jobs = marshal.load(sys.stdin.buffer)
+    world_size, named, jobs = marshal.load(sys.stdin.buffer)
     sys.stdout.buffer.write(_READY)
     names: list[str] | None = None
     try:
         for rank, path in jobs:
             sys.stdout.buffer.flush()
             try:
-                found = read_rank_file(path, rank, world_size)
+                found = read_rank_file(path, rank, world_size, named=named)
                 message = (None, *_pack(found, names))
                 names = found.names
             except StreamMergeError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 
 from streammerge.assets import ADAPTER_FILE
@@ -36,6 +37,7 @@ def checkpoint_json(checkpoint: Checkpoint) -> Json:
         ],
         "tensors": [_tensor_json(tensor) for tensor in checkpoint.tensors],
         "skipped": _skipped_json(checkpoint.skipped),
+        "left_out": [{"path": entry.path, "bytes": entry.nbytes} for entry in checkpoint.left_out],
         "totals": {
             "tensors": len(checkpoint.tensors),
             "parameters": sum(tensor.numel for tensor in checkpoint.tensors),
@@ -68,6 +70,10 @@ def checkpoint_text(checkpoint: Checkpoint) -> str:
         f"{len(checkpoint.tensors):,} tensors, {numel:,} parameters, {size(checkpoint.nbytes)}"
     )
     lines += [f"no tensor: {entry.name} ({entry.kind})" for entry in checkpoint.skipped]
+    if checkpoint.left_out:
+        left_out = _some([os.path.basename(e.path) for e in checkpoint.left_out], False)
+        total = sum(entry.nbytes for entry in checkpoint.left_out)
+        lines.append(f"left out, state of the training: {left_out} ({size(total)})")
     return "\n".join(lines)
 
 

@@ -17,9 +17,10 @@ from streammerge.changes import Change
 from streammerge.checkpoint import Checkpoint, Extents, PlainLayout, Tensor
 from streammerge.differences import OnProgress, Pair, ValueDifference, compare_values
 from streammerge.dtypes import FLOATING, TO_TORCH
-from streammerge.errors import CheckpointNotFoundError, ResultError
-from streammerge.formats import FORMATS, describe, safetensors_files
+from streammerge.errors import ResultError
+from streammerge.formats import AUTO, FORMATS, describe, safetensors_files
 from streammerge.formats import Sources as SourcePaths
+from streammerge.header import SINGLE_FILE
 from streammerge.measure import Tolerance
 from streammerge.planner import Plan
 from streammerge.sources import Sources
@@ -98,49 +99,55 @@ class Verification:
 # --- the two sides ---
 
 
-def describe_reference(sources: SourcePaths) -> Checkpoint:
-    """Describe a checkpoint, or the Hugging Face directory that is given alone.
+def describe_side(
+    sources: SourcePaths, *, format: str = AUTO, options: Mapping[str, str] | None = None
+) -> Checkpoint:
+    """Describe a checkpoint or a finished model, with the weights that lie beside a model.
+
+    The names of these are ``file: name``. A model without its config, or an adapter alone, counts
+    too if it is in the directory itself.
+
+    Args:
+        sources, format, options: see `formats.describe`.
 
     Raises:
-        StreamMergeError: see `describe`.
+        StreamMergeError: see `formats.describe`.
     """
     paths = [sources] if isinstance(sources, str | os.PathLike) else list(sources)
-    if len(paths) == 1:
-        path = os.fspath(paths[0])
-        if not _is_checkpoint(path) and _is_model(path):
-            return describe_model(path)
-    return describe(sources)
+    root = os.fspath(paths[0]) if len(paths) == 1 else ""
+    if format == AUTO and not options and _is_bare_model(root):
+        model = _describe_bare_model(root)
+    else:
+        model = describe(paths, format=format, **(options or {}))
+    return _with_weights_beside(model) if model.format == safetensors_files.NAME else model
 
 
-def describe_merged(path: str | os.PathLike[str]) -> Checkpoint:
-    """Describe a Hugging Face directory, or a checkpoint that is compared as it is.
-
-    Raises:
-        StreamMergeError: see `describe`.
-    """
-    directory = os.fspath(path)
-    return describe(directory) if _is_checkpoint(directory) else describe_model(directory)
+def is_model(checkpoint: Checkpoint) -> bool:
+    """Whether it is a finished model, not a checkpoint of a training."""
+    return any(checkpoint.format == layout.NAME and not layout.TRAINING for layout in FORMATS)
 
 
-def describe_model(directory: str) -> Checkpoint:
-    """Describe a Hugging Face directory with the weights that lie beside the model.
+def _is_bare_model(directory: str) -> bool:
+    weights = (SINGLE_FILE, ADAPTER_FILE)
+    if not any(os.path.isfile(os.path.join(directory, name)) for name in weights):
+        return False
+    return not any(layout.matches(directory) for layout in FORMATS)
 
-    Their names are ``file: name``.
 
-    Raises:
-        SourceError: see `safetensors_files.describe`.
-    """
-    beside = [name for name in APART_FILES if os.path.isfile(os.path.join(directory, name))]
-    try:
-        model = safetensors_files.describe([directory])
-    except CheckpointNotFoundError:
-        if ADAPTER_FILE not in beside or safetensors_files.matches(directory):
-            raise
-        model = Checkpoint(directory, safetensors_files.NAME, 1, (), (), (), (directory,), None)
+def _describe_bare_model(directory: str) -> Checkpoint:
+    if os.path.isfile(os.path.join(directory, SINGLE_FILE)):
+        return safetensors_files.describe([directory])
+    return Checkpoint(directory, safetensors_files.NAME, 1, (), (), (), (directory,), None)
+
+
+def _with_weights_beside(model: Checkpoint) -> Checkpoint:
     files, tensors = [*model.files], [*model.tensors]
     layout = PlainLayout((0,))
-    for name in beside:
-        file, entries = safetensors_files.read_file(os.path.join(directory, name))
+    for name in APART_FILES:
+        path = os.path.join(model.root, name)
+        if not os.path.isfile(path):
+            continue
+        file, entries = safetensors_files.read_file(path)
         for member, entry in enumerate(entries):
             extents = Extents()
             extents.add(len(files), member, 0, None, False)
@@ -151,7 +158,7 @@ def describe_model(directory: str) -> Checkpoint:
 
 
 def expected_values(plan: Plan) -> dict[str, Value]:
-    """The tensors that a plan writes, under the names of `describe_model`."""
+    """The tensors that a plan writes, under the names of `describe_side`."""
     return {_key(file.name, o.name): o.value for file in plan.files for o in file.outputs}
 
 
@@ -280,7 +287,7 @@ def check_written(
     Raises:
         ResultError: it holds something else.
     """
-    written = describe_model(directory)
+    written = describe_side(directory)
     for file in written.files:
         _forget_pages(file.path)
     compared = compare_with_plan(plan, written, device=device, on_progress=on_progress)
@@ -328,12 +335,3 @@ def _forget_pages(path: str) -> None:
 
 def _key(file: str, name: str) -> str:
     return f"{file}: {name}" if file in APART_FILES else name
-
-
-def _is_checkpoint(path: str) -> bool:
-    return any(layout.matches(path) for layout in FORMATS)
-
-
-def _is_model(path: str) -> bool:
-    adapter = os.path.isfile(os.path.join(path, ADAPTER_FILE))
-    return adapter or safetensors_files.matches(path)

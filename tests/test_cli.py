@@ -127,11 +127,13 @@ def child(code: str, *arguments: str | Path) -> Done:
 
 def test_the_options_are_these() -> None:
     common = ["--debug", "--help", "--json", "--quiet", "--verbose", "-h"]
-    assert option_strings(inspect_parser()) == sorted(common)
+    source = ["--format", "--pattern", "--prefix", "--tag"]
+    assert option_strings(inspect_parser()) == sorted([*common, *source])
     assert option_strings(check_parser()) == sorted([*common, "--no-model"])
     assert option_strings(upload_parser()) == sorted([*common, "--private"])
     both = [
         *common,
+        *source,
         "--assets",
         "--base",
         "--compat",
@@ -169,6 +171,7 @@ def test_the_options_are_these() -> None:
 def test_the_choices_and_defaults_are_these() -> None:
     actions = {action.dest: action for action in merge_parser()._actions}
     assert {name: list(a.choices) for name, a in actions.items() if a.choices} == {
+        "format": ["auto", "fsdp", "bin", "hf", "hf-bin"],
         "dtype": ["keep", "auto", "float32", "float16", "bfloat16"],
         "device": ["auto", "cpu", "cuda"],
         "replicas": ["check", "first", "check-all"],
@@ -177,6 +180,10 @@ def test_the_choices_and_defaults_are_these() -> None:
         "compat": [4],
     }
     assert {name: a.default for name, a in actions.items() if name not in ("help", "paths")} == {
+        "format": "auto",
+        "prefix": None,
+        "pattern": None,
+        "tag": None,
         "dtype": "keep",
         "keep_dtype": [],
         "assets": None,

@@ -14,10 +14,10 @@ from typing import Any
 import checkpoints
 import pytest
 import torch
-from checkpoints import rank_file, save_plain
+from checkpoints import rank_file, save_plain, save_ranks, sharded
 
 import streammerge
-from streammerge import SourceError, StreamMergeError, rank_readers
+from streammerge import CheckpointNotFoundError, SourceError, StreamMergeError, rank_readers
 from streammerge.checkpoint import Checkpoint
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -98,6 +98,20 @@ def test_ranks_with_other_keys_and_values(
     found = facts(streammerge.describe(tmp_path))
     assert len(started) == 3
     assert found == describe_alone(tmp_path, monkeypatch)
+
+
+def test_files_whose_names_do_not_say_how_many(
+    tmp_path: Path, started: list[subprocess.Popen[bytes]]
+) -> None:
+    """Other processes do not miss the last rank either; only then is it known how many."""
+    save_ranks(tmp_path, lambda rank: {"w": sharded(torch.ones(8, 2), sizes=(8,))}, world_size=8)
+    for rank in range(8):
+        rank_file(tmp_path, rank, 8).rename(tmp_path / f"{rank}.pt")
+    assert streammerge.describe(tmp_path, pattern="{rank}.pt").world_size == 8
+    (tmp_path / "7.pt").unlink()
+    with pytest.raises(CheckpointNotFoundError, match="1 of 8 rank files missing: rank 7 "):
+        streammerge.describe(tmp_path, pattern="{rank}.pt")
+    assert len(started) == 6
 
 
 def test_columns_that_are_equal_are_the_same(tmp_path: Path) -> None:

@@ -174,7 +174,7 @@ def test_the_checkpoint(tmp_path: Path) -> None:
     checkpoint = describe([str(tmp_path)])
     assert (checkpoint.root, checkpoint.assets) == (str(tmp_path), str(tmp_path))
     assert checkpoint.directories == (str(tmp_path),)
-    assert (checkpoint.format, checkpoint.world_size) == ("safetensors", 1)
+    assert (checkpoint.format, checkpoint.world_size) == ("Hugging Face safetensors", 1)
     assert checkpoint.skipped == ()
     filenames = sorted(set(weight_map.values()))
     assert [file.path for file in checkpoint.files] == [str(tmp_path / f) for f in filenames]
@@ -311,7 +311,7 @@ def test_a_file_cut_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_matches(tmp_path: Path) -> None:
-    assert f"{SINGLE} or {INDEX}" == FILES
+    assert f"{SINGLE} with config.json, or {INDEX}" == FILES
     assert not matches(str(tmp_path / "none"))
     assert not matches(str(tmp_path))
     for name in ("adapter_model.safetensors", "pytorch_model.bin", "a.safetensors", "config.json"):
@@ -325,6 +325,8 @@ def test_matches(tmp_path: Path) -> None:
     (tmp_path / SINGLE).rmdir()
     (tmp_path / SINGLE).touch()
     assert matches(str(tmp_path))
+    (tmp_path / "config.json").unlink()
+    assert not matches(str(tmp_path))
 
 
 def test_loaders_go_by_file(tmp_path: Path) -> None:
@@ -482,7 +484,7 @@ def test_nothing_there(tmp_path: Path, names: list[str], hint: str | None) -> No
         save_file({"a": torch.ones(1)}, tmp_path / name)
     error = error_of(tmp_path)
     assert isinstance(error, CheckpointNotFoundError)
-    assert FILES in str(error)
+    assert f"no weights here (looked for {SINGLE} or {INDEX})" in str(error)
     assert error.hint is None if hint is None else hint in str(error.hint)
 
 

@@ -640,10 +640,22 @@ def test_two_directories(source: Path, target: Path, tmp_path: Path) -> None:
     assert found.changes == ()
     assert streammerge.verify(tmp_path / "again", target).equal
     rewrite(target, lambda s: s | {HEAD: s[HEAD].bfloat16()})
-    found = streammerge.verify(target, tmp_path / "again")
+    found = streammerge.verify(target, tmp_path / "again", dtype="keep")
     assert {d.name: d.reason for d in found.compared.differences} == {
         HEAD: "F32 [66, 8], should be BF16 [66, 8]"
     }
+    assert kinds(streammerge.verify(target, tmp_path / "again")) == {HEAD: "values"}
+    assert streammerge.verify(tmp_path / "again", target).equal  # rounded as a merge does
+
+
+def test_a_model_that_was_merged_again(source: Path, target: Path, tmp_path: Path) -> None:
+    streammerge.merge(source, target)
+    streammerge.merge(target, tmp_path / "half", dtype="bfloat16", max_shard_size=1000)
+    found = streammerge.verify(target, tmp_path / "half")
+    assert found.equal
+    assert {change.kind for change in found.changes} == {"cast"}
+    assert streammerge.verify(target, tmp_path / "half", dtype="bfloat16").equal
+    assert not streammerge.verify(target, tmp_path / "half", raw=True).equal
 
 
 def test_two_checkpoints(tmp_path: Path) -> None:
@@ -693,7 +705,7 @@ def test_the_wrong_way_round(source: Path, target: Path) -> None:
     ],
 )
 def test_nothing_to_adapt(source: Path, options: dict[str, Any], named: str) -> None:
-    with pytest.raises(UsageError, match=f"^{named}: .* are of one kind"):
+    with pytest.raises(UsageError, match=f"^{named}: .* are both checkpoints"):
         streammerge.verify(source, source, **options)
     nothing = {name: None if name != "keep_packed" else False for name in options}
     assert streammerge.verify(source, source, raw=True, **nothing).equal

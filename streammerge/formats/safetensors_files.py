@@ -1,18 +1,17 @@
 """Safetensors weights of a Hugging Face directory: one file, or several and an index of them.
 
-Only headers and the index are read. The format is that of ``safetensors`` 0.8 (`tensor.rs`), whose
+Written by ``save_pretrained`` of transformers, by huggingface_hub and by streammerge itself. Only
+headers and the index are read. The format is that of ``safetensors`` 0.8 (`tensor.rs`), whose
 checks are made here; what it lets pass though readers may take it differently is refused as well:
-a key twice, a key that the format does not know. Files are found as transformers 5.24 does
-(`modeling_utils.py`, `_get_resolved_checkpoint_files`).
+a key twice, a key that the format does not know.
 """
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import NoReturn, TypeGuard
 
 from streammerge.checkpoint import Checkpoint, Extents, File, Members, PlainLayout, Tensor
@@ -21,7 +20,6 @@ from streammerge.errors import (
     CheckpointNotFoundError,
     CorruptFileError,
     SourceError,
-    StreamMergeError,
     UnsupportedError,
     UsageError,
 )
@@ -33,16 +31,30 @@ from streammerge.header import (
     tensor_nbytes,
 )
 from streammerge.unpickler import brief
+from streammerge.weight_map import (
+    START_BYTES,
+    about,
+    check_places,
+    check_start,
+    find_weights,
+    has_weights,
+    listed,
+    note_place,
+    parse_object,
+    quote,
+    read_range,
+)
 
-NAME = "safetensors"
-FILES = f"{SINGLE_FILE} or {INDEX_FILE}"
+NAME = "Hugging Face safetensors"
+WORD = "hf"
+FILES = f"{SINGLE_FILE} with config.json, or {INDEX_FILE}"
+OPTIONS: tuple[str, ...] = ()
+TRAINING = False
 
 _LENGTH_BYTES = 8
 _FIELDS = {"dtype", "shape", "data_offsets"}
 _INT_LIMIT = 1 << 63
 _INT_DIGITS = 19
-_LFS_POINTER = b"version https://git-lfs"
-_MAX_NAMED = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +76,7 @@ class Entry:
 
 def matches(path: str) -> bool:
     """Whether a directory holds weights under the names that transformers looks for."""
-    return any(os.path.isfile(os.path.join(path, name)) for name in (SINGLE_FILE, INDEX_FILE))
+    return has_weights(path, SINGLE_FILE, INDEX_FILE)
 
 
 def describe(paths: Sequence[str]) -> Checkpoint:
@@ -83,24 +95,26 @@ def describe(paths: Sequence[str]) -> Checkpoint:
     if len(directories) != 1:
         raise UsageError(f"expected one Hugging Face directory, not {len(directories)}")
     (directory,) = directories
-    weight_map = _find_weights(directory)
+    weight_map = find_weights(directory, SINGLE_FILE, INDEX_FILE)
+    if not weight_map and not os.path.isfile(os.path.join(directory, SINGLE_FILE)):
+        _raise_nothing_found(directory)
     files: list[File] = []
-    tensors: dict[str, Tensor] = {}
+    tensors: list[Tensor] = []
     places: dict[str, str] = {}
     layout = PlainLayout((0,))
+    blank = Extents(starts=array("q", [0]))
+    shapes: dict[tuple[int, ...], tuple[int, ...]] = {}
     for filename in sorted(set(weight_map.values())) or [SINGLE_FILE]:
         file, entries = read_file(os.path.join(directory, filename))
+        in_file = replace(blank, files=array("i", [len(files)]))
         for member, entry in enumerate(entries):
-            other = places.setdefault(entry.name, filename)
-            if other != filename:
-                raise UnsupportedError(
-                    f"{directory}: key {_quote(entry.name)} is both in {other} and in {filename}"
-                )
-            extents = Extents()
-            extents.add(len(files), member, 0, None, False)
-            tensors[entry.name] = Tensor(entry.name, entry.dtype, entry.shape, layout, extents)
+            note_place(directory, places, entry.name, filename)
+            # There can be 100,000 of them, so what is the same for many exists once.
+            extents = replace(in_file, members=array("i", [member]))
+            shape = shapes.setdefault(entry.shape, entry.shape)
+            tensors.append(Tensor(entry.name, entry.dtype, shape, layout, extents))
         files.append(file)
-    _check_places(os.path.join(directory, INDEX_FILE), weight_map, places)
+    check_places(os.path.join(directory, INDEX_FILE), weight_map, places)
     if not tensors:
         raise UnsupportedError(f"{directory}: the weights hold no tensors")
     return Checkpoint(
@@ -108,7 +122,7 @@ def describe(paths: Sequence[str]) -> Checkpoint:
         format=NAME,
         world_size=1,
         files=tuple(files),
-        tensors=tuple(tensors.values()),
+        tensors=tuple(tensors),
         skipped=(),
         directories=(directory,),
         assets=directory,
@@ -125,7 +139,7 @@ def read_file(path: str) -> tuple[File, list[Entry]]:
         CorruptFileError: cut short, damaged, or no safetensors file.
         UnsupportedError: an unknown dtype.
     """
-    with _about(path):
+    with about(path):
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             status = os.fstat(fd)
@@ -147,64 +161,6 @@ def read_file(path: str) -> tuple[File, list[Entry]]:
     return File(path, status.st_size, status.st_mtime_ns, status.st_ino, members), entries
 
 
-# --- finding the files ---
-
-
-def _find_weights(directory: str) -> dict[str, str]:
-    """Tensor name -> file name by the index; empty if `SINGLE_FILE` has none."""
-    single, index = (os.path.join(directory, name) for name in (SINGLE_FILE, INDEX_FILE))
-    if not os.path.isfile(index):
-        if not os.path.isfile(single):
-            _raise_nothing_found(directory)
-        return {}
-    with _about(index):
-        weight_map = _parse_index(_read_whole(index))
-    filenames = sorted(set(weight_map.values()))
-    if os.path.isfile(single) and filenames != [SINGLE_FILE]:
-        raise UnsupportedError(
-            f"{directory}: {SINGLE_FILE} lies beside an index of other files; loaders take it and "
-            "ignore the index",
-            hint=f"remove the stale one: {SINGLE_FILE}, or {INDEX_FILE} and its files",
-        )
-    missing = [f for f in filenames if not os.path.isfile(os.path.join(directory, f))]
-    if missing:
-        raise CheckpointNotFoundError(
-            f"{index}: {len(missing)} of the {len(filenames)} files that it lists are missing: "
-            f"{_listed(missing)}"
-        )
-    return weight_map
-
-
-def _parse_index(text: bytes) -> dict[str, str]:
-    weight_map = _parse_object(text, int).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise CorruptFileError(f"its weight_map is {brief(weight_map)}, expected file names")
-    for name, filename in weight_map.items():
-        if not isinstance(filename, str) or not _is_plain(filename):
-            raise CorruptFileError(
-                f"gives {brief(filename)} as the file of key {_quote(name)}, expected a plain "
-                "file name"
-            )
-    return weight_map
-
-
-def _is_plain(filename: str) -> bool:
-    """Whether a name stays in its directory, on any system, and an error message on its line."""
-    if filename in {"", ".", ".."} or not filename.isprintable():
-        return False
-    return "/" not in filename and "\\" not in filename
-
-
-def _check_places(index: str, weight_map: Mapping[str, str], places: Mapping[str, str]) -> None:
-    """Compare the index with what its files hold."""
-    wrong = [name for name, filename in weight_map.items() if places.get(name) != filename]
-    if wrong:
-        raise CorruptFileError(
-            f"{index}: {len(wrong)} of {len(weight_map)} keys are not in the file that it gives: "
-            f"{_listed(wrong)}"
-        )
-
-
 def _raise_nothing_found(directory: str) -> NoReturn:
     if not os.path.isdir(directory):
         problem = "not a directory" if os.path.exists(directory) else "no such directory"
@@ -212,25 +168,27 @@ def _raise_nothing_found(directory: str) -> NoReturn:
             f"{directory}: {problem}",
             hint="give a local directory; a model of the Hub must be downloaded first",
         )
-    with _about(directory):
+    with about(directory):
         names = sorted(os.listdir(directory))
         weights = [name for name in names if name.endswith(".safetensors")]
         hint = None
         if "adapter_model.safetensors" in names:
             hint = "this is a LoRA adapter; give the directory of the model that it was made for"
         elif weights:
-            hint = f"without an index, loaders ignore what is there: {_listed(weights)}"
+            hint = f"without an index, loaders ignore what is there: {listed(weights)}"
         elif any(name.endswith(".bin") for name in names):
-            hint = "weights that torch saved must be converted to safetensors first"
-        raise CheckpointNotFoundError(f"no weights here (looked for {FILES})", hint=hint)
+            hint = "what torch saved can be converted to safetensors: streammerge merge DIR NEW"
+        raise CheckpointNotFoundError(
+            f"no weights here (looked for {SINGLE_FILE} or {INDEX_FILE})", hint=hint
+        )
 
 
 # --- reading bytes ---
 
 
 def _read_header(fd: int, size: int) -> bytes:
-    start = _read_range(fd, 0, min(size, len(_LFS_POINTER)))
-    _check_start(start)
+    start = read_range(fd, 0, min(size, START_BYTES))
+    check_start(start)
     if size < _LENGTH_BYTES:
         raise CorruptFileError(f"cut short: has {size:,} bytes, needs {_LENGTH_BYTES:,} and more")
     length = int.from_bytes(start[:_LENGTH_BYTES], "little")
@@ -245,40 +203,7 @@ def _read_header(fd: int, size: int) -> bytes:
         raise CorruptFileError(
             f"cut short: has {size:,} bytes, needs {_LENGTH_BYTES + length:,} for its header alone"
         )
-    return _read_range(fd, _LENGTH_BYTES, length)
-
-
-def _read_whole(path: str) -> bytes:
-    """A JSON file; no longer than a header may be."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        size = os.fstat(fd).st_size
-        if size > MAX_HEADER_BYTES:
-            raise CorruptFileError(f"has {size:,} bytes, which is too long for an index")
-        text = _read_range(fd, 0, size)
-    finally:
-        os.close(fd)
-    _check_start(text)
-    return text
-
-
-def _read_range(fd: int, start: int, size: int) -> bytes:
-    data = bytearray()
-    while len(data) < size:
-        part = os.pread(fd, size - len(data), start + len(data))
-        if not part:
-            raise CorruptFileError(f"ends at byte {start + len(data):,} while it is read")
-        data += part
-    return bytes(data)
-
-
-def _check_start(start: bytes) -> None:
-    if not start:
-        raise CorruptFileError("the file is empty (0 bytes)")
-    if start.startswith(_LFS_POINTER):
-        raise CorruptFileError(
-            "a pointer of Git LFS, not the file itself", hint="fetch the files: git lfs pull"
-        )
+    return read_range(fd, _LENGTH_BYTES, length)
 
 
 # --- what a header says ---
@@ -286,7 +211,7 @@ def _check_start(start: bytes) -> None:
 
 def _parse_header(text: bytes) -> list[Entry]:
     """The tensors in the order of their bytes, which are proven to leave no gap."""
-    header = _parse_object(text, _parse_natural)
+    header = parse_object(text, _parse_natural)
     metadata = header.pop(METADATA_KEY, {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise CorruptFileError(f"its {METADATA_KEY} is {brief(metadata)}, expected strings")
@@ -296,13 +221,13 @@ def _parse_header(text: bytes) -> list[Entry]:
         try:
             entries.append(_parse_entry(name, info))
         except SourceError as error:
-            raise type(error)(f"key {_quote(name)}: {error}", hint=error.hint) from error
+            raise type(error)(f"key {quote(name)}: {error}", hint=error.hint) from error
     entries.sort(key=lambda entry: (entry.begin, entry.end))
     end = 0
     for entry in entries:
         if entry.begin != end:
             raise CorruptFileError(
-                f"key {_quote(entry.name)}: its data start at {entry.begin:,}, the data before "
+                f"key {quote(entry.name)}: its data start at {entry.begin:,}, the data before "
                 f"end at {end:,}"
             )
         end = entry.end
@@ -351,44 +276,10 @@ def _is_ints(value: object) -> TypeGuard[list[int]]:
     return isinstance(value, list) and all(type(n) is int for n in value)
 
 
-# --- JSON ---
-
-
-def _parse_object(text: bytes, parse_int: Callable[[str], int]) -> dict[str, object]:
-    """A JSON object, read as strictly as safetensors does."""
-    try:
-        value = json.loads(
-            text.decode(),
-            object_pairs_hook=_unique,
-            parse_int=parse_int,
-            parse_constant=_refuse_constant,
-        )
-    except (ValueError, RecursionError) as error:
-        raise CorruptFileError(f"not JSON ({error})") from error
-    if not isinstance(value, dict):
-        raise CorruptFileError(f"holds {brief(value)}, expected a JSON object")
-    return value
-
-
-def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    value = dict(pairs)
-    if len(value) < len(pairs):
-        seen: set[str] = set()
-        for name, _ in pairs:
-            if name in seen:
-                raise CorruptFileError(f"key {_quote(name)} twice")
-            seen.add(name)
-    return value
-
-
 def _parse_natural(digits: str) -> int:
     if digits.startswith("-") or len(digits) > _INT_DIGITS:
         raise CorruptFileError(f"holds the number {digits:.30}, expected 0 to {_INT_LIMIT - 1}")
     return int(digits)
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise CorruptFileError(f"holds {name}, which is not JSON")
 
 
 def _check_text(strings: Iterable[str]) -> None:
@@ -398,27 +289,3 @@ def _check_text(strings: Iterable[str]) -> None:
     except UnicodeEncodeError as error:
         bad = error.object[error.start : error.end]
         raise CorruptFileError(f"holds {bad!r}, which is no Unicode text") from error
-
-
-# --- messages ---
-
-
-@contextmanager
-def _about(path: str) -> Iterator[None]:
-    """Errors inside are about this file."""
-    try:
-        yield
-    except StreamMergeError as error:
-        raise type(error)(f"{path}: {error}", hint=error.hint) from error
-    except OSError as error:
-        raise SourceError(f"{path}: {error.strerror}") from error
-
-
-def _quote(name: str) -> str:
-    """A name on one line, whatever is in it."""
-    return f"{name!r:.200}"
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
-    return ", ".join(map(_quote, names[:_MAX_NAMED])) + more
