@@ -47,7 +47,7 @@ from streammerge.dtypes import FLOATING, FROM_TORCH, ITEMSIZE, PACKING, TO_TORCH
 from streammerge.errors import UnsupportedError, UsageError
 from streammerge.header import tensor_nbytes
 from streammerge.names import clean_names, is_value_head
-from streammerge.values import Cast, Fold, Stored, Value
+from streammerge.values import Cast, Fold, Stored, Value, stored_base
 
 DTYPES = ("keep", "auto", "float32", "float16", "bfloat16")
 LORA_MODES = ("fold", "split", "keep")
@@ -57,6 +57,7 @@ _KEPT = (
     "--lora keep: the adapter is among the weights, under PEFT's names, which no loader of models "
     "knows"
 )
+_OF_MODULE = "the dtypes of the module"  # stands for what `_module_dtype` says of each tensor
 _MODEL_FILES = frozenset({CONFIG, "generation_config.json"})
 _TOKENIZER_FILES = ("tokenizer.json", "*.model", "*.tiktoken", "vocab.json", "vocab.txt")
 
@@ -268,8 +269,8 @@ def adapt(
         side: what is beside the checkpoint.
         equal: the answer to `question`; None where there was none.
         untie: whether head and embedding become two weights although the config ties them.
-        dtype: one of `DTYPES`: what floating-point tensors become; ``auto`` is what the config
-            says.
+        dtype: one of `DTYPES`: what floating-point tensors become; ``auto`` is what they had in
+            the module that was trained, where master copies are stored, else what the config says.
         keep_dtype: patterns of names that keep their dtype, as for a shell.
         compat: the major version of transformers that must be able to read the config too.
 
@@ -289,12 +290,14 @@ def adapt(
     changes = [*drafted.changes, *tied.changes]
 
     target = dtype
-    if dtype == "auto":
+    groups = {"": tied.values, **drafted.apart}
+    stored = {name: value for values in groups.values() for name, value in values.items()}
+    if dtype == "auto" and any(map(_module_dtype, stored.values())):
+        target = _OF_MODULE
+    elif dtype == "auto":
         target = (config_dtype(config) if config else None) or "keep"
         if target == "keep":
             warnings.append("--dtype auto: no config.json says which dtype, so it is kept")
-    groups = {"": tied.values, **drafted.apart}
-    stored = {name: value for values in groups.values() for name, value in values.items()}
     quantized = quantized_for_certain(
         ((name, value.dtype) for name, value in stored.items()), config
     )
@@ -404,11 +407,11 @@ def _output(name: str, value: Value) -> Output:
 def _cast(
     values: Values, dtype: str, keep_dtype: Sequence[str]
 ) -> tuple[tuple[Output, ...], list[Change]]:
-    target = None if dtype == "keep" else FROM_TORCH[dtype]
     outputs = []
     changes = []
     for name, value in values.items():
         result = value
+        target = _module_dtype(value) if dtype == _OF_MODULE else FROM_TORCH.get(dtype)
         kept = any(fnmatchcase(name, pattern) for pattern in keep_dtype)
         if target is not None and not kept and value.dtype in FLOATING and value.dtype != target:
             if isinstance(value, Fold):
@@ -419,6 +422,11 @@ def _cast(
             changes.append(Change("cast", name, target, reason))
         outputs.append(_output(name, result))
     return tuple(outputs), changes
+
+
+def _module_dtype(value: Value) -> str | None:
+    """The dtype that a value had in the module that was trained, where the files say so."""
+    return stored_base(value).tensor.module_dtype
 
 
 def _refuse_arithmetic(quantized: str, values: Values, dtype: str) -> None:
@@ -459,7 +467,7 @@ def _missing_side_files(side: SideFiles, *, adapter_alone: bool) -> list[str]:
         missing.append("tokenizer")
     if not missing:
         return []
-    where = side.directory or "no folder huggingface/ beside the rank files"
+    where = side.directory or "no folder huggingface/ beside the weights"
     return [f"{where}: {' and '.join(missing)} missing in the result; --assets DIR supplies them"]
 
 

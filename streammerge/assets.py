@@ -53,6 +53,7 @@ DENIED = (
     "fsdp_config.json",
     "adapter_config.json",
     "adapter_model.*",
+    "latest",
 )
 # The last are those in which trainers keep checkpoints and logs beside a finished model.
 DENIED_DIRECTORIES = (
@@ -68,6 +69,8 @@ DENIED_DIRECTORIES = (
     "wandb",
 )
 _INDEXES = ("*.safetensors.index.json", "*.bin.index.json")
+# DeepSpeed puts them beside each of its checkpoints.
+_RECOVERY_SCRIPTS = ("zero_to_fp32.py", "zero_to_torch.py")
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +177,7 @@ def find_assets(directory: str) -> tuple[tuple[Asset, ...], tuple[str, ...]]:
         for name in sorted(names):
             path = os.path.join(parent, name)
             relative = os.path.relpath(path, directory)
-            if not name.endswith(".py") and _is_any(name, DENIED):
+            if name in _RECOVERY_SCRIPTS or (not name.endswith(".py") and _is_any(name, DENIED)):
                 left_out.append(relative)
                 continue
             try:

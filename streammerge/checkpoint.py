@@ -8,12 +8,20 @@ from __future__ import annotations
 
 import math
 from array import array
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from streammerge.dtypes import ITEMSIZE, PACKING
-from streammerge.placement import Box, Sharding, local_boxes, mesh_positions
+from streammerge.placement import (
+    Box,
+    Sharding,
+    flat_boxes,
+    local_boxes,
+    mesh_positions,
+    unravel,
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -215,7 +223,53 @@ class BoxLayout:
         return chunk.replicas
 
 
-Layout = PlainLayout | MeshLayout | BoxLayout
+@dataclass(frozen=True, slots=True, eq=False)
+class FlatLayout:
+    """Partitions of the flattened tensor: every slot holds a range of its elements.
+
+    A range may begin and end in the middle of a row. It is then several chunks.
+
+    Attributes:
+        begins: first element of each slot, ascending.
+        counts: elements of each slot.
+        ranks: the rank of each slot.
+    """
+
+    begins: array[int]
+    counts: array[int]
+    ranks: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return "flat"
+
+    def chunks(
+        self, shape: tuple[int, ...], first: int = 0, last: int | None = None
+    ) -> tuple[Chunk, ...]:
+        """The chunks in row-major order of their offsets.
+
+        Args:
+            shape: of the tensor.
+            first, last: slots that hold nothing between these two elements are left out.
+        """
+        begin = max(0, bisect_right(self.begins, first) - 1)
+        end = len(self.begins) if last is None else bisect_right(self.begins, last)
+        return tuple(
+            Chunk(box, (slot,)) for slot in range(begin, end) for box in self._boxes(slot, shape)
+        )
+
+    def undeclared(self, chunk: Chunk) -> tuple[int, ...]:
+        """The one copy that there is."""
+        return chunk.replicas
+
+    def _boxes(self, slot: int, shape: tuple[int, ...]) -> Iterator[Box]:
+        begin, count = self.begins[slot], self.counts[slot]
+        for at, sizes in flat_boxes(shape, begin, count):
+            # As if the slot were the beginning of a tensor of the same shape: its elements have
+            # the same strides.
+            yield Box(unravel(at, shape), sizes, unravel(at - begin, shape), shape)
+
+
+Layout = PlainLayout | MeshLayout | BoxLayout | FlatLayout
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -229,6 +283,8 @@ class Tensor:
         layout: how it is spread over ranks.
         extents: where its local shards lie, one slot per rank.
         conflicts: how copies differ in shape or dtype from the first, by rank; for people.
+        module_dtype: what the tensor had in the module that was trained, where what is stored is a
+            master copy of it (safetensors name).
     """
 
     name: str
@@ -237,6 +293,7 @@ class Tensor:
     layout: Layout
     extents: Extents
     conflicts: tuple[tuple[int, str], ...] = ()
+    module_dtype: str | None = None
 
     @property
     def nbytes(self) -> int:

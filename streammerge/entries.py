@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import math
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -185,6 +185,48 @@ def quoted(name: str) -> str:
     return f"'{name}'" if name.isprintable() and len(name) <= 200 else f"{name!r:.200}"
 
 
+def read_view(
+    tensor: stand_ins.StridedTensor, members: Mapping[str, int], sizes: Sequence[int]
+) -> tuple[str, View]:
+    """The dtype and the place of a local tensor.
+
+    Args:
+        tensor: a stand-in.
+        members: as in `TorchFile`.
+        sizes: bytes of each member.
+
+    Raises:
+        UnsupportedError: a dtype that safetensors does not have.
+        CorruptFileError: a tensor that reaches out of its storage.
+    """
+    dtype = FROM_TORCH.get(tensor.dtype or "")
+    if dtype is None:
+        raise UnsupportedError(
+            f"dtype {tensor.dtype or 'unknown'} has no equivalent in safetensors"
+        )
+    member = members[tensor.storage.key]
+    if 0 in tensor.sizes:
+        # Where nothing is read, the offset means nothing; it may lie behind the storage.
+        return dtype, View(member, 0, None, tensor.conj)
+    contiguous = True
+    last = tensor.offset
+    step = 1
+    for size, stride in zip(reversed(tensor.sizes), reversed(tensor.strides), strict=True):
+        if size != 1:  # as torch has it, dims of size 1 may have any stride
+            contiguous = contiguous and stride == step
+            last += (size - 1) * stride
+            step *= size
+    itemsize = ITEMSIZE[dtype]
+    stored = sizes[member]
+    if (last + 1) * itemsize > stored:
+        raise CorruptFileError(
+            f"local tensor {list(tensor.sizes)} of {dtype} reaches byte "
+            f"{(last + 1) * itemsize:,} of a storage of {stored:,} bytes"
+        )
+    strides = None if contiguous else tensor.strides
+    return dtype, View(member, tensor.offset * itemsize, strides, tensor.conj)
+
+
 class _Reader:
     """Adds what a rank file says of its keys to the columns of a `RankFile`."""
 
@@ -236,33 +278,7 @@ class _Reader:
         found.starts.append(view.start)
 
     def _view(self, tensor: stand_ins.StridedTensor) -> tuple[str, View]:
-        """The dtype and the place of a local tensor."""
-        dtype = FROM_TORCH.get(tensor.dtype or "")
-        if dtype is None:
-            raise UnsupportedError(
-                f"dtype {tensor.dtype or 'unknown'} has no equivalent in safetensors"
-            )
-        member = self._members[tensor.storage.key]
-        if 0 in tensor.sizes:
-            # Where nothing is read, the offset means nothing; it may lie behind the storage.
-            return dtype, View(member, 0, None, tensor.conj)
-        contiguous = True
-        last = tensor.offset
-        step = 1
-        for size, stride in zip(reversed(tensor.sizes), reversed(tensor.strides), strict=True):
-            if size != 1:  # as torch has it, dims of size 1 may have any stride
-                contiguous = contiguous and stride == step
-                last += (size - 1) * stride
-                step *= size
-        itemsize = ITEMSIZE[dtype]
-        stored = self._sizes[member]
-        if (last + 1) * itemsize > stored:
-            raise CorruptFileError(
-                f"local tensor {list(tensor.sizes)} of {dtype} reaches byte "
-                f"{(last + 1) * itemsize:,} of a storage of {stored:,} bytes"
-            )
-        strides = None if contiguous else tensor.strides
-        return dtype, View(member, tensor.offset * itemsize, strides, tensor.conj)
+        return read_view(tensor, self._members, self._sizes)
 
     # --- DTensor ---
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from streammerge.bands import MIN_RUN_BYTES, Band, bands, run_nbytes
@@ -41,10 +42,15 @@ def band_numel(value: Stored | Cast, buffer_size: int) -> int:
     """
     stored = stored_base(value)
     itemsize = ITEMSIZE[stored.dtype]
-    # Each run of a band keeps a buffer object; short runs are picked apart and need none.
+    # Each run of a band keeps a buffer object; short runs are picked apart and need none. A box of
+    # one run is one object, however short.
     shape = full_band(stored, Band((0,) * len(stored.shape), stored.shape)).sizes
-    runs = (run_nbytes(shape, box, itemsize) for box, _, _ in local_parts(stored))
-    limit = MAX_RUNS * max(MIN_RUN_BYTES, min(runs, default=0)) // itemsize
+    runs = (
+        run
+        for box, _, _ in local_parts(stored)
+        if (run := run_nbytes(shape, box, itemsize)) < math.prod(box.sizes) * itemsize
+    )
+    limit = MAX_RUNS * max(MIN_RUN_BYTES, min(runs, default=buffer_size)) // itemsize
     return max(1, min(limit, buffer_size * 4 // _quarters(value)))
 
 

@@ -15,11 +15,12 @@ from streammerge.errors import UnsupportedError
 
 # Attributes that no model in transformers has: wrappers wherever they stand. torch 2.13:
 # `_dynamo/eval_frame.py`, `distributed/fsdp/_common_utils.py`,
-# `distributed/algorithms/_checkpoint/checkpoint_wrapper.py`.
+# `distributed/algorithms/_checkpoint/checkpoint_wrapper.py`. Lightning 2 `fabric/wrappers.py`.
 _WRAPPER_PARTS = {
     "_orig_mod": "wrapper part _orig_mod of torch.compile",
     "_fsdp_wrapped_module": "wrapper part _fsdp_wrapped_module of FSDP1",
     "_checkpoint_wrapped_module": "wrapper part _checkpoint_wrapped_module of checkpointing",
+    "_forward_module": "wrapper part _forward_module of Lightning",
 }
 # torch 2.13 `distributed/fsdp/_flat_param.py`; the first versions had no underscore.
 FLAT_PARAMETERS = frozenset({"_flat_param", "flat_param"})
@@ -73,9 +74,8 @@ class CleanNames:
 def clean_names(names: Sequence[str], *, adapter_settings: bool = False) -> CleanNames:
     """Take the parts of wrappers out of names.
 
-    ``_orig_mod``, ``_fsdp_wrapped_module`` and ``_checkpoint_wrapped_module`` go wherever they
-    are. ``module.``, ``base_model.model.`` and ``pretrained_model.`` go from the front only, if
-    all names have them, and again until none is left; value heads need not have the latter two.
+    ``_orig_mod``, ``_fsdp_wrapped_module`` and others like them go wherever they are. ``module.``,
+    ``base_model.model.`` and ``pretrained_model.`` go from the front only, if all names have them, and again until none is left; value heads need not have the latter two.
     What PEFT puts inside (``base_layer``, ``lora_A``, ``default``) stays.
 
     Args:

@@ -84,7 +84,8 @@ def run(
 
     Values are dicts, lists, sets, tuples, strings, bytes, numbers, None, and what the two
     functions return. Classes that `find_global` returns may be called with any arguments; objects
-    of a class with a method `set_state` are given any state.
+    of a class with a method `set_state` are given any state, those of one with `take_items` any
+    items.
 
     Args:
         data: what the pickle lies in.
@@ -363,21 +364,31 @@ def _build(target: object, state: object) -> None:
 
 def _set_items(target: Any, items: Any) -> None:
     if not isinstance(target, dict):
-        raise damaged(f"items for a {type(target).__name__}")
+        _give_items(target, items)
+        return
     for key, value in zip(items[::2], items[1::2], strict=True):
         target[key if type(key) is str else _key(key)] = value
 
 
 def _extend(target: Any, items: Any) -> None:
     if type(target) is not list:
-        raise damaged(f"items for a {type(target).__name__}")
+        _give_items(target, items)
+        return
     target.extend(items)
 
 
 def _add_items(target: Any, items: list[Any]) -> None:
     if type(target) is not set:
-        raise damaged(f"items for a {type(target).__name__}")
+        _give_items(target, items)
+        return
     target.update(map(_key, items))
+
+
+def _give_items(target: object, items: Any) -> None:
+    take_items = getattr(type(target), "take_items", None)
+    if take_items is None:
+        raise damaged(f"items for a {type(target).__name__}")
+    take_items(target, items)
 
 
 def _key(value: Any) -> Any:

@@ -227,6 +227,64 @@ def check_tiling(shape: Sequence[int], boxes: Sequence[Box]) -> None:
         )
 
 
+def unravel(position: int, shape: Sequence[int]) -> tuple[int, ...]:
+    """The index of the element at a row-major position."""
+    index = []
+    for size in reversed(shape):
+        index.append(position % size)
+        position //= size
+    return tuple(reversed(index))
+
+
+def flat_boxes(
+    shape: Sequence[int], begin: int, count: int
+) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """The boxes that a range of the flattened tensor consists of, in order.
+
+    Each is contiguous in the tensor. There are less than twice as many as dims: the end of a row,
+    whole rows, the begin of a row.
+
+    Args:
+        shape: of the tensor.
+        begin, count: the range, in elements.
+
+    Yields:
+        The first element of each box and its sizes.
+    """
+    strides = row_major_strides(shape)
+    end = begin + count
+    while begin < end:
+        dim = next(
+            (d for d, s in enumerate(strides) if begin % s == 0 and begin + s <= end), len(shape)
+        )
+        if dim == len(shape):  # a 0-d tensor
+            yield begin, ()
+            return
+        stride, size = strides[dim], shape[dim]
+        rows = min((end - begin) // stride, size - begin // stride % size)
+        yield begin, (*(1,) * dim, rows, *shape[dim + 1 :])
+        begin += rows * stride
+
+
+def check_flat_tiling(numel: int, begins: Sequence[int], counts: Sequence[int]) -> None:
+    """Prove that ranges cover a flattened tensor exactly once.
+
+    Args:
+        numel: elements of the tensor.
+        begins, counts: the ranges, ascending.
+
+    Raises:
+        PlacementError: a gap, an overlap, or a range that leaves the tensor.
+    """
+    at = 0
+    for begin, count in zip(begins, counts, strict=True):
+        if begin != at or count < 0:
+            raise PlacementError(f"a partition begins at element {begin:,}, expected {at:,}")
+        at += count
+    if at != numel:
+        raise PlacementError(f"partitions cover {at:,} of {numel:,} elements")
+
+
 def describe_box(box: Box) -> str:
     """A box for people: ``[0:4, 8:16]``."""
     ranges = (f"{o}:{o + n}" for o, n in zip(box.offsets, box.sizes, strict=False))

@@ -17,7 +17,7 @@ import sys
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from streammerge import errors
 from streammerge.checkpoint import File, Members
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 MIN_BYTES = 32 << 20
 MAX_PROCESSES = 8
 
+_T = TypeVar("_T")
 _READY = b"\n"
 _LENGTH = struct.Struct("<Q")
 _FORMS: tuple[type[Form], ...] = (PlainForm, MeshForm, BoxForm)
@@ -95,27 +96,28 @@ def read_rank_files(paths: Sequence[str], *, named: bool = True) -> Iterator[Ran
 def _share_columns(found: RankFile, before: RankFile) -> RankFile:
     """The same with the columns of another file in place of those that are equal."""
 
-    def share(column: Any, other: Any) -> Any:
-        return other if column == other else column
-
-    members, others = found.file.members, before.file.members
     return replace(
         found,
-        file=replace(
-            found.file,
-            members=Members(
-                share(members.header_offsets, others.header_offsets),
-                share(members.data_offsets, others.data_offsets),
-                share(members.sizes, others.sizes),
-                share(members.crcs, others.crcs),
-                share(members.names, others.names),
-            ),
-        ),
+        file=share_members(found.file, before.file),
         names=share(found.names, before.names),
         kinds=share(found.kinds, before.kinds),
         members=share(found.members, before.members),
         starts=share(found.starts, before.starts),
     )
+
+
+def share_members(file: File, before: File) -> File:
+    """The same with the columns of another file's members in place of those that are equal."""
+    columns = (
+        share(getattr(file.members, name), getattr(before.members, name))
+        for name in Members.__slots__
+    )
+    return replace(file, members=Members(*columns))
+
+
+def share(column: _T, other: _T) -> _T:
+    """The other one, if both are equal."""
+    return other if column == other else column
 
 
 def _count_cores() -> int:

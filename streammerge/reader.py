@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from streammerge.bands import Band, Gather, Runs, Scatter, fill_steps
-from streammerge.checkpoint import Tensor
+from streammerge.checkpoint import Chunk, FlatLayout, Tensor
 from streammerge.dtypes import ITEMSIZE
 from streammerge.placement import Box, row_major_strides
 from streammerge.sources import Sources
@@ -62,9 +62,13 @@ class BandBuffer:
 
 
 def local_parts(
-    stored: Stored,
+    stored: Stored, band: Band | None = None
 ) -> Iterator[tuple[Box, int, tuple[int, ...] | None]]:
     """The local shards that make up a stored value.
+
+    Args:
+        stored: the value.
+        band: a `full_band` of it; shards that hold nothing of it may be left out.
 
     Yields:
         For each the box that it fills, the slot that holds it, and its strides in elements (None
@@ -73,7 +77,7 @@ def local_parts(
     """
     tensor = stored.tensor
     cut = _cut_of(stored)
-    for chunk in tensor.chunks():
+    for chunk in _chunks_of(stored, band, cut):
         box = chunk.box if cut is None else _cut(chunk.box, *cut)
         if box is None:
             continue
@@ -98,7 +102,7 @@ def read_stored(stored: Stored, band: Band, sources: Sources, buffer: BandBuffer
         The part of the buffer that holds the band.
     """
     band = full_band(stored, band)
-    for box, slot, strides in local_parts(stored):
+    for box, slot, strides in local_parts(stored, band):
         read_shard(stored.tensor, box, slot, strides, band, sources, buffer)
     return buffer.memory[: band.numel * ITEMSIZE[stored.dtype]]
 
@@ -153,6 +157,23 @@ def read_shard(
                 view[7::8] = bytes(view[7::8]).translate(_FLIP_SIGN)
         if isinstance(step, Scatter):
             _pick_apart(views[0], target, step)
+
+
+def _chunks_of(
+    stored: Stored, band: Band | None, cut: tuple[tuple[int, ...], tuple[int, ...]] | None
+) -> tuple[Chunk, ...]:
+    """The chunks of a tensor that may hold something of a band of a value."""
+    tensor = stored.tensor
+    if band is None or stored.swapped or not isinstance(tensor.layout, FlatLayout):
+        return tensor.chunks()
+    strides = row_major_strides(tensor.shape)
+    origin = (0,) * len(strides) if cut is None else cut[0]
+    first = sum(
+        (at + offset) * stride
+        for at, offset, stride in zip(origin, band.offsets, strides, strict=True)
+    )
+    extent = sum((size - 1) * stride for size, stride in zip(band.sizes, strides, strict=True))
+    return tensor.layout.chunks(tensor.shape, first, first + extent)
 
 
 def _cut_of(stored: Stored) -> tuple[tuple[int, ...], tuple[int, ...]] | None:

@@ -64,10 +64,14 @@ class TorchFile:
     pickle_nbytes: int
 
 
-def read_torch_file(path: str) -> TorchFile:
+def read_torch_file(path: str, *, foreign: bool = False) -> TorchFile:
     """Read the metadata of a torch.save file.
 
     What that takes is bounded, whatever the file holds; see `pickle_machine`.
+
+    Args:
+        path: the file.
+        foreign: whether its pickle may hold objects of any class, see `unpickler.Foreign`.
 
     Raises:
         CorruptFileError: empty, cut short, damaged, or no torch.save file.
@@ -87,7 +91,7 @@ def read_torch_file(path: str) -> TorchFile:
             raise CorruptFileError("the file is empty (0 bytes)")
         read = _read_zip if os.pread(fd, 4, 0) == b"PK\x03\x04" else _read_legacy
         members = Members()
-        root, keys, pickle_nbytes = read(fd, status.st_size, members)
+        root, keys, pickle_nbytes = read(fd, status.st_size, members, foreign)
     except EndOfPickleError as error:
         raise CorruptFileError(f"{path}: {error}") from error
     except StreamMergeError as error:
@@ -142,7 +146,9 @@ class _Entry(NamedTuple):
         return ascii(self.name.decode("utf-8", "backslashreplace"))[1:-1][:200]
 
 
-def _read_zip(fd: int, size: int, members: Members) -> tuple[object, dict[str, int], int]:
+def _read_zip(
+    fd: int, size: int, members: Members, foreign: bool
+) -> tuple[object, dict[str, int], int]:
     archive = _Archive(fd, size)
     pickles = [n for n in archive.entries if n.endswith(b"/data.pkl") and n.count(b"/") == 1]
     if len(pickles) != 1:
@@ -157,7 +163,7 @@ def _read_zip(fd: int, size: int, members: Members) -> tuple[object, dict[str, i
     alignment = int(text)
 
     data = archive.read(pickles[0])
-    unpickled = unpickle(data)
+    unpickled = unpickle(data, foreign=foreign)
     blobs = prefix + b"data/"
     aligned = archive.is_aligned(blobs, alignment)
     keys = {}
@@ -407,7 +413,9 @@ def _aligned_data_offset(entry: _Entry, alignment: int) -> int:
 # --- legacy ---
 
 
-def _read_legacy(fd: int, size: int, members: Members) -> tuple[object, dict[str, int], int]:
+def _read_legacy(
+    fd: int, size: int, members: Members, foreign: bool
+) -> tuple[object, dict[str, int], int]:
     """Four pickles (magic, protocol, system, object), the keys, then per key a count and bytes."""
     try:
         magic = unpickle(_read_range(fd, 0, 64)).value
@@ -415,7 +423,7 @@ def _read_legacy(fd: int, size: int, members: Members) -> tuple[object, dict[str
         magic = None
     if magic != _LEGACY_MAGIC:
         raise CorruptFileError("not a torch.save file (neither a zip archive nor a legacy one)")
-    pickled, keys = _read_legacy_pickles(fd, size)
+    pickled, keys = _read_legacy_pickles(fd, size, foreign)
     if not isinstance(keys.value, list) or not all(isinstance(key, str) for key in keys.value):
         raise CorruptFileError("the list of storages is damaged")
     at = keys.end
@@ -447,7 +455,7 @@ def _read_legacy(fd: int, size: int, members: Members) -> tuple[object, dict[str
     return pickled.value, offsets, keys.end
 
 
-def _read_legacy_pickles(fd: int, size: int) -> tuple[Unpickled, Unpickled]:
+def _read_legacy_pickles(fd: int, size: int, foreign: bool) -> tuple[Unpickled, Unpickled]:
     """The object and the keys. Where they end, only reading them tells."""
     nbytes = _LEGACY_FIRST_READ
     while True:
@@ -460,7 +468,7 @@ def _read_legacy_pickles(fd: int, size: int) -> tuple[Unpickled, Unpickled]:
                 raise CorruptFileError(f"legacy torch.save file of unknown protocol {said}")
             if system.value.get("little_endian") is False:
                 raise UnsupportedError("the file was written on a big-endian machine")
-            pickled = unpickle(data, system.end)
+            pickled = unpickle(data, system.end, foreign=foreign)
             return pickled, unpickle(data, pickled.end)
         except EndOfPickleError:
             if nbytes >= min(size, MAX_BYTES):

@@ -1,7 +1,9 @@
 """Reads the pickle of a torch.save file into stand-ins, without torch and without running it.
 
 Only the globals of an exact allow-list are resolved, and each resolves to a stand-in that keeps
-what it is given. The list is that of FSDP rank files written by torch 2.4 to 2.14.
+what it is given. The list is that of FSDP rank files written by torch 2.4 to 2.14. Files that hold
+objects of any class beside the weights can be read too: those become one stand-in that keeps
+nothing.
 
 A pickle can call the classes that are handed out, with any arguments, and can set the state of
 their objects. It cannot reach their attributes: `pickle_machine` has no way to do so.
@@ -270,6 +272,42 @@ class Opaque(Record):
 _OPAQUE = object.__new__(Opaque)
 
 
+class Foreign(Record):
+    """Something of a class that is not on the list. Nothing of it is kept; there is one only."""
+
+    __slots__ = ()
+
+    def __new__(cls, *args: object) -> Any:
+        return _FOREIGN
+
+    def take_items(self, items: object) -> None:
+        """Ignore the items of a list, dict or set of that class."""
+
+
+_FOREIGN = object.__new__(Foreign)
+
+
+class FragmentAddress(Record):
+    """DeepSpeed: where in its partition the part of a parameter lies, in elements."""
+
+    __slots__ = ("numel", "start")
+
+
+class _ZeroStage:
+    """``ZeroStageEnum`` of DeepSpeed: becomes its number."""
+
+    __slots__ = ()
+    MEMBERS: ClassVar[dict[str, int]] = {
+        "disabled": 0,
+        "optimizer_states": 1,
+        "gradients": 2,
+        "weights": 3,
+    }
+
+    def __new__(cls, value: object = None) -> Any:
+        return value
+
+
 class _Size:
     """``torch.Size``: becomes a plain tuple."""
 
@@ -313,6 +351,8 @@ class _FromType:
             record: Record = kind(*args)
             record.set_state(state)
             return record
+        if function is Foreign or kind is Foreign:
+            return _FOREIGN
         if kind is Opaque and function in (StridedTensor, UntypedTensor, _Parameter):
             # A plain Tensor or Parameter with Python attributes; they are no weights.
             return function(*args)
@@ -320,7 +360,7 @@ class _FromType:
 
 
 class _Getattr:
-    """``getattr``, which rank files use for a nested class and for an enum member, nothing else."""
+    """``getattr``, which files use for a nested class and for members of enums, nothing else."""
 
     __slots__ = ()
 
@@ -329,6 +369,10 @@ class _Getattr:
             return ProcessGroupState
         if owner is _MemoryFormat and isinstance(name, str):
             return None
+        if owner is _ZeroStage and isinstance(name, str) and name in _ZeroStage.MEMBERS:
+            return _ZeroStage.MEMBERS[name]
+        if owner is Foreign or owner is _FOREIGN:
+            return Foreign
         raise UnsafePickleError(f"the pickle asks for getattr(..., {brief(name)}); nothing was run")
 
 
@@ -423,6 +467,11 @@ _ALLOWED: dict[tuple[str, str], object] = {
     **{("torch", name): ("storage", dtype) for name, dtype in STORAGES.items()},
 }
 
+# What files with foreign globals hold beside those.
+_OF_DEEPSPEED: dict[tuple[str, str], object] = {
+    ("deepspeed.runtime.zero.config", "ZeroStageEnum"): _ZeroStage,
+    ("deepspeed.utils.tensor_fragment", "fragment_address"): FragmentAddress,
+}
 
 _STORAGE_KINDS = {id(kind) for kind in _ALLOWED.values() if isinstance(kind, tuple)}
 
@@ -441,15 +490,16 @@ class Unpickled(NamedTuple):
     end: int
 
 
-def unpickle(data: bytes, start: int = 0) -> Unpickled:
+def unpickle(data: bytes, start: int = 0, *, foreign: bool = False) -> Unpickled:
     """Read one pickle.
 
     Args:
         data: what the pickle lies in.
         start: where it starts.
+        foreign: whether globals outside the allow-list become `Foreign`.
 
     Raises:
-        UnsafePickleError: a global outside the allow-list.
+        UnsafePickleError: a global outside the allow-list, unless it may be `foreign`.
         CorruptFileError: no pickle, or not as torch.save writes them; `EndOfPickleError` if more
             bytes could mend that.
         UnsupportedError: larger than `pickle_machine` allows, or a view of an unsupported kind.
@@ -472,8 +522,13 @@ def unpickle(data: bytes, start: int = 0) -> Unpickled:
             storage = storages[key] = Storage(key, kind[1], numel)
         return storage
 
-    value, end = run(data, start, _find_global, find_storage)
+    value, end = run(data, start, _find_or_foreign if foreign else _find_global, find_storage)
     return Unpickled(value, storages, end)
+
+
+def _find_or_foreign(module: str, name: str) -> object:
+    known = _ALLOWED.get((module, name))
+    return _OF_DEEPSPEED.get((module, name), Foreign) if known is None else known
 
 
 def _find_global(module: str, name: str) -> object:

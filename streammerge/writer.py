@@ -222,7 +222,7 @@ def _copy_ranges(output: Output, offset: int) -> list[_Range] | None:
         return None
     itemsize = tensor_nbytes(stored.dtype, ())
     shape = full_band(stored, Band((0,) * len(stored.shape), stored.shape)).sizes
-    ranges = []
+    ranges: list[_Range] = []
     for box, slot, strides in local_parts(stored):
         steps = copy_steps(shape, box, strides, itemsize, _LEAST_COPY)
         if steps is None:
@@ -230,16 +230,27 @@ def _copy_ranges(output: Output, offset: int) -> list[_Range] | None:
         start = extents.starts[slot]
         for step in steps:
             for at in range(0, step.nbytes, _CALL_SIZE):
-                ranges.append(
-                    _Range(
-                        extents.files[slot],
-                        extents.members[slot],
-                        start + step.start + at,
-                        offset + step.target + at,
-                        min(_CALL_SIZE, step.nbytes - at),
-                    )
+                piece = _Range(
+                    extents.files[slot],
+                    extents.members[slot],
+                    start + step.start + at,
+                    offset + step.target + at,
+                    min(_CALL_SIZE, step.nbytes - at),
                 )
+                if ranges and (joined := _join(ranges[-1], piece)) is not None:
+                    ranges[-1] = joined
+                else:
+                    ranges.append(piece)
     return ranges
+
+
+def _join(first: _Range, second: _Range) -> _Range | None:
+    """Both as one copy, where the second goes on where the first ends; rows of a partition do."""
+    nbytes = first.nbytes + second.nbytes
+    end = (first.file, first.member, first.start + first.nbytes, first.offset + first.nbytes)
+    if end != (second.file, second.member, second.start, second.offset) or nbytes > _CALL_SIZE:
+        return None
+    return _Range(first.file, first.member, first.start, first.offset, nbytes)
 
 
 def _band_jobs(

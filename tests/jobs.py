@@ -17,17 +17,19 @@ JOB_TIMEOUT_SECONDS = 180
 MERGE_TIMEOUT_SECONDS = 120
 
 
-def run_job(script: str, root: Path) -> None:
+def run_job(script: str, root: Path, timeout: float = JOB_TIMEOUT_SECONDS) -> None:
     """Run one of the jobs, or fail with the end of its log.
 
     Args:
         script: file name.
         root: the directory that it writes to.
+        timeout: seconds.
     """
     log = root / "job.log"
     environment = os.environ | {
         # A GPU would take FSDP1 off gloo, and a machine's own name may not resolve.
         "CUDA_VISIBLE_DEVICES": "",
+        "DS_ACCELERATOR": "cpu",
         "GLOO_SOCKET_IFNAME": "lo",
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
@@ -41,7 +43,7 @@ def run_job(script: str, root: Path) -> None:
             start_new_session=True,
         )
         try:
-            status = job.wait(JOB_TIMEOUT_SECONDS)
+            status = job.wait(timeout)
         except subprocess.TimeoutExpired:
             status = None
         finally:

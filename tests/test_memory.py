@@ -19,7 +19,9 @@ from typing import Any
 import pytest
 import safetensors
 import torch
+import zero_checkpoints
 from torch.distributed.tensor import DTensor, Shard
+from zero_checkpoints import Zero
 
 pytestmark = pytest.mark.skipif(
     not Path("/proc/self/status").exists(), reason="the kernel does not tell the peak memory"
@@ -293,3 +295,33 @@ def test_peak_with_torch(
     most = torch_peak + (32 + memory) * MIB
     assert figures["peak"] <= most, f"{figures['peak'] / MIB:.0f} of {most / MIB:.0f} MiB"
     assert figures["children"] == 0
+
+
+def write_zero(folder: Path, stage: int, rows: int, world_size: int = 3) -> torch.Tensor:
+    """A ZeRO checkpoint of one large parameter, which partitions cut in the middle of rows."""
+    zero = Zero(stage, world_size, groups=({"norm": (5,), "weight": (rows, 4097)},))
+    return zero_checkpoints.write(zero, folder).masters["weight"]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_peak_of_zero_without_torch(scratch: Path, stage: int) -> None:
+    need_space(scratch, 2_500_000_000)
+    source, target = scratch / "source", scratch / "target"
+    weight = write_zero(source, stage, rows=20_000)
+    assert weight.nbytes > 4 * LIMIT
+    check_without_torch(merge(source, target, "--raw", data_limit=LIMIT))
+    with safetensors.safe_open(target / "model.safetensors", "pt") as opened:
+        assert torch.equal(opened.get_tensor("weight"), weight)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_peak_of_zero_with_torch(scratch: Path, torch_peak: int, stage: int) -> None:
+    need_space(scratch, 2_500_000_000)
+    source, target = scratch / "source", scratch / "target"
+    weight = write_zero(source, stage, rows=20_000)
+    figures = merge(source, target, "--dtype", "auto", "--memory", "16MiB")
+    most = torch_peak + (32 + 16) * MIB
+    assert weight.nbytes > most - torch_peak
+    assert figures["peak"] <= most, f"{figures['peak'] / MIB:.0f} of {most / MIB:.0f} MiB"
+    with safetensors.safe_open(target / "model.safetensors", "pt") as opened:
+        assert torch.equal(opened.get_tensor("weight"), weight.bfloat16())

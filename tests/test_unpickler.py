@@ -1227,3 +1227,73 @@ def test_records_find_fields_by_name_and_place(folder: Path) -> None:
     assert [record.shape, record.stride, record.dtype] == [3, 2, None]
     record = read(folder, program(call(kind, *(b"K\x01",) * 5)))
     assert [record.shape, record.stride, record.dtype] == [1, 1, 1]
+
+
+# --- files that hold objects of any class ---
+
+
+def read_foreign(folder: Path, code: bytes) -> Any:
+    path = folder / "states.pt"
+    pack(path, code)
+    return read_torch_file(str(path), foreign=True).root
+
+
+@pytest.mark.parametrize(
+    ("module", "attribute"), [f for f in FORBIDDEN if "\n" not in "".join(f)], ids=short
+)
+def test_any_other_name_can_stand_for_nothing(folder: Path, module: str, attribute: str) -> None:
+    kind = b"".join((text(module), text(attribute), b"\x93"))
+    items = tuple_(b"K\x01", b"K\x02")[1:-1]
+    for code in (
+        kind,
+        call(kind, text("touch")),
+        new(kind),
+        build(new(kind), dict_(a=b"K\x01")),
+        new(kind) + b"(" + items + b"u",
+        new(kind) + b"(" + items + b"e",
+        new(kind) + b"(" + items + b"\x90",
+        new(kind) + b"K\x01K\x02s",
+        new(kind) + b"K\x01a",
+        call(name("builtins", "getattr"), kind, text("method")),
+        call(call(name("builtins", "getattr"), new(kind), text("method")), text("touch")),
+        call(name("torch._tensor", "_rebuild_from_type_v2"), kind, kind, tuple_(), b"N"),
+        call(
+            name("torch._tensor", "_rebuild_from_type_v2"),
+            name("torch._utils", "_rebuild_tensor_v2"),
+            kind,
+            tuple_(storage(), b"K\x00", tuple_(b"K\x04"), tuple_(b"K\x01")),
+            b"N",
+        ),
+    ):
+        value = read_foreign(folder, program(code, protocol=4))
+        assert value is unpickler.Foreign or type(value) is unpickler.Foreign
+        assert vars(unpickler.Foreign)["__slots__"] == ()
+
+
+def test_files_with_foreign_objects_are_bounded_too(folder: Path) -> None:
+    kind = name("numpy", "ndarray")
+    with little_memory():
+        for code in (
+            b"r" + struct.pack("<I", 1 << 30),
+            b"\x8e" + struct.pack("<Q", 1 << 40),
+            new(kind) + b"(" + b"K\x01" * 9 + b"e" + b"q\xff",
+            b"K\x01(t)R",
+        ):
+            with pytest.raises(CorruptFileError):
+                read_foreign(folder, program(code))
+
+
+def test_stages_of_zero_are_numbers(folder: Path) -> None:
+    kind = name("deepspeed.runtime.zero.config", "ZeroStageEnum")
+    for get in (name("__builtin__", "getattr"), name("builtins", "getattr")):
+        for stage, member in enumerate(("disabled", "optimizer_states", "gradients", "weights")):
+            assert read_foreign(folder, program(call(get, kind, text(member)))) == stage
+        with pytest.raises(UnsafePickleError):
+            read_foreign(folder, program(call(get, kind, text("__class__"))))
+    assert read_foreign(folder, program(call(kind, b"K\x02"))) == 2
+
+
+def test_rank_files_have_no_classes_of_deepspeed(folder: Path) -> None:
+    for module, attribute in unpickler._OF_DEEPSPEED:
+        with pytest.raises(UnsafePickleError):
+            read(folder, program(name(module, attribute)))

@@ -13,7 +13,13 @@ from typing import NamedTuple, Protocol
 
 from streammerge.checkpoint import Checkpoint
 from streammerge.errors import CheckpointNotFoundError, StreamMergeError, UsageError
-from streammerge.formats import bin_files, rank_files, safetensors_files, torch_files
+from streammerge.formats import (
+    bin_files,
+    deepspeed,
+    rank_files,
+    safetensors_files,
+    torch_files,
+)
 from streammerge.training_state import find_training_state, is_training_state
 
 AUTO = "auto"
@@ -44,7 +50,13 @@ class Format(Protocol):
 
 
 # Of those that match the same directory, the first counts.
-FORMATS: tuple[Format, ...] = (rank_files, bin_files, safetensors_files, torch_files)
+FORMATS: tuple[Format, ...] = (
+    rank_files,
+    bin_files,
+    deepspeed,
+    safetensors_files,
+    torch_files,
+)
 
 _SEARCH_DEPTH = 4
 _MAX_CANDIDATES = 20
