@@ -75,7 +75,8 @@ def clean_names(names: Sequence[str], *, adapter_settings: bool = False) -> Clea
     """Take the parts of wrappers out of names.
 
     ``_orig_mod``, ``_fsdp_wrapped_module`` and others like them go wherever they are. ``module.``,
-    ``base_model.model.`` and ``pretrained_model.`` go from the front only, if all names have them, and again until none is left; value heads need not have the latter two.
+    ``base_model.model.`` and ``pretrained_model.`` go from the front only, if all names have them,
+    and again until none is left; value heads need not have the latter two.
     What PEFT puts inside (``base_layer``, ``lora_A``, ``default``) stays.
 
     Args:
