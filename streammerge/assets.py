@@ -73,6 +73,39 @@ _INDEXES = ("*.safetensors.index.json", "*.bin.index.json")
 _RECOVERY_SCRIPTS = ("zero_to_fp32.py", "zero_to_torch.py")
 
 
+# Where weights have a folder of their own, it and the one above hold files of the training too, and
+# other checkpoints. What belongs beside a model is taken from there.
+HUGGINGFACE = "huggingface"
+BESIDE_A_MODEL = (
+    "config.json",
+    "generation_config.json",
+    "configuration.json",
+    "*tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "*.model",
+    "*.tiktoken",
+    "*.spm",
+    "bpe.codes",
+    "dict.txt",
+    "normalizer.json",
+    "chat_template.*",
+    "*processor_config.json",
+    "image_processor*.json",
+    "feature_extractor*.json",
+    "modules.json",
+    "sentence_bert_config.json",
+    "config_sentence_transformers.json",
+    "*.py",
+    "LICENSE*",
+    "NOTICE*",
+    "USE_POLICY*",
+)
+_FOLDERS_BESIDE_A_MODEL = ("additional_chat_templates", "[0-9]_*")
+
+
 @dataclass(frozen=True, slots=True)
 class Asset:
     """A file that is copied byte for byte.
@@ -119,8 +152,39 @@ class SideFiles:
         return None if data is None else parse_json(data, f"{self.directory}/{name}")
 
 
+def find_asset_folder(weights: Sequence[str]) -> tuple[str | None, bool]:
+    """Where config and tokenizer are that belong to weights in a folder of their own.
+
+    Args:
+        weights: the folder, or those of several nodes.
+
+    Returns:
+        The first with a config of the folder, its ``huggingface/``, the one above and the
+        ``huggingface/`` there; else the first ``huggingface/`` that exists; else None. And whether
+        the folder holds files of the training too.
+
+    Raises:
+        SourceError: a folder that cannot be looked at.
+    """
+    folders = []
+    for path in weights:
+        for folder in (path, os.path.dirname(os.path.abspath(path))):
+            folders += [(folder, True), (os.path.join(folder, HUGGINGFACE), False)]
+    for folder, mixed in folders:
+        if _exists(os.path.join(folder, CONFIG)):
+            return folder, mixed
+    for folder, mixed in folders:
+        if not mixed and _exists(folder):
+            return folder, mixed
+    return None, False
+
+
 def find_side_files(
-    directory: str | None, roots: Sequence[str], weights: Collection[str] = ()
+    directory: str | None,
+    roots: Sequence[str],
+    weights: Collection[str] = (),
+    *,
+    mixed: bool = False,
 ) -> SideFiles:
     """What is beside the weights.
 
@@ -128,6 +192,7 @@ def find_side_files(
         directory: the folder with config and tokenizer; None if there is none.
         roots: folders in which the settings of an adapter may be, besides that one.
         weights: files that are read, so that they are not left out. Their index is not either.
+        mixed: whether the folder holds files of the training too.
 
     Raises:
         SourceError: a file or folder that cannot be read.
@@ -144,7 +209,7 @@ def find_side_files(
         path = os.path.join(directory, name)
         if os.path.exists(path) and not os.path.isfile(path):
             raise CorruptFileError(f"{path}: is no file")
-    assets, names = find_assets(directory)
+    assets, names = find_assets(directory, mixed=mixed)
     unread = [name for name in names if os.path.join(directory, name) not in weights]
     replaced = _INDEXES if len(unread) < len(names) else ()
     left_out = tuple(name for name in unread if not _is_any(name, replaced))
@@ -153,10 +218,13 @@ def find_side_files(
     return SideFiles(directory, assets, left_out, texts, template, meta, adapter)
 
 
-def find_assets(directory: str) -> tuple[tuple[Asset, ...], tuple[str, ...]]:
+def find_assets(
+    directory: str, *, mixed: bool = False
+) -> tuple[tuple[Asset, ...], tuple[str, ...]]:
     """The files of a directory to copy, and the names of those left out, both in order of names.
 
-    Links to files are followed, links to directories are left out.
+    Links to files are followed, links to directories are left out. Of a folder that holds files of
+    the training too (`mixed`), only what belongs beside a model counts, left out or not.
 
     Raises:
         SourceError: the directory cannot be read.
@@ -168,6 +236,9 @@ def find_assets(directory: str) -> tuple[tuple[Asset, ...], tuple[str, ...]]:
         raise SourceError(f"{error.filename}: {error.strerror}") from error
 
     for parent, directories, names in os.walk(directory, onerror=fail):
+        if mixed and parent == directory:
+            directories[:] = _matching(directories, _FOLDERS_BESIDE_A_MODEL)
+            names = _matching(names, BESIDE_A_MODEL)  # noqa: PLW2901
         for name in sorted(directories):
             path = os.path.join(parent, name)
             if _is_any(name, DENIED_DIRECTORIES) or os.path.islink(path):
@@ -193,6 +264,21 @@ def find_assets(directory: str) -> tuple[tuple[Asset, ...], tuple[str, ...]]:
 
 def _is_any(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatch(name, pattern) for pattern in patterns)
+
+
+def _matching(names: Sequence[str], patterns: Sequence[str]) -> list[str]:
+    return [name for name in names if _is_any(name, patterns)]
+
+
+def _exists(path: str) -> bool:
+    """As `os.path.exists`, which takes what cannot be looked at for nothing."""
+    try:
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise SourceError(f"{path}: {error.strerror}") from error
+    return True
 
 
 def _first_json(paths: Iterator[str]) -> JsonObject | None:

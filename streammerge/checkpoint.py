@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
@@ -192,6 +192,30 @@ class MeshLayout:
         return tuple(first.values())
 
 
+@dataclass(frozen=True, slots=True)
+class Boxes:
+    """Parts of a tensor, each held by a local shard of its own, in one column.
+
+    Attributes:
+        ndim: dims of the tensor.
+        bounds: for each part its offsets, then its sizes.
+    """
+
+    ndim: int
+    bounds: array[int] = field(default_factory=lambda: array("q"))
+
+    @classmethod
+    def of(cls, boxes: Sequence[Box], ndim: int) -> Boxes:
+        """The same as columns."""
+        return cls(ndim, array("q", [n for box in boxes for n in (*box.offsets, *box.sizes)]))
+
+    def __iter__(self) -> Iterator[Box]:
+        ndim = self.ndim
+        for at in range(0, len(self.bounds), 2 * ndim):
+            offsets = tuple(self.bounds[at : at + ndim])
+            yield Box.whole_shard(offsets, tuple(self.bounds[at + ndim : at + 2 * ndim]))
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class BoxLayout:
     """ShardedTensors: every slot says itself which part it holds.
@@ -201,22 +225,18 @@ class BoxLayout:
         ranks: the rank of each slot, ascending.
     """
 
-    boxes: tuple[Box, ...]
-    ranks: tuple[int, ...]
+    boxes: Boxes
+    ranks: array[int]
 
     def __str__(self) -> str:
         return "ShardedTensor"
 
     def chunks(self, shape: tuple[int, ...]) -> tuple[Chunk, ...]:
         """The chunks in row-major order of their offsets."""
-        replicas: dict[Box, list[int]] = {}
-        for slot, box in enumerate(self.boxes):
-            if 0 not in box.sizes:
-                replicas.setdefault(box, []).append(slot)
-        return tuple(
-            Chunk(box, tuple(replicas[box]))
-            for box in sorted(replicas, key=lambda box: box.offsets)
-        )
+        if not shape:
+            whole = Box.whole_shard((), ())
+            return (Chunk(whole, tuple(range(len(self.ranks)))),)
+        return _box_chunks(self)
 
     def undeclared(self, chunk: Chunk) -> tuple[int, ...]:
         """All copies: hybrid sharding keeps several, and nothing in the files says so."""
@@ -269,7 +289,37 @@ class FlatLayout:
             yield Box(unravel(at, shape), sizes, unravel(at - begin, shape), shape)
 
 
-Layout = PlainLayout | MeshLayout | BoxLayout | FlatLayout
+@dataclass(frozen=True, slots=True, eq=False)
+class ChunkLayout:
+    """Chunks that are stored once each, whichever rank did it (torch.distributed.checkpoint).
+
+    Attributes:
+        boxes: the part of each slot. That of a 0-d tensor is not listed.
+    """
+
+    boxes: Boxes
+
+    def __str__(self) -> str:
+        count = len(self.ranks)
+        return f"{count:,} chunk{'' if count == 1 else 's'}"
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """The number of each slot, as nothing says which rank it was."""
+        return range(len(self.boxes.bounds) // (2 * self.boxes.ndim) if self.boxes.ndim else 1)
+
+    def chunks(self, shape: tuple[int, ...]) -> tuple[Chunk, ...]:
+        """The chunks in row-major order of their offsets."""
+        if not shape:
+            return (Chunk(Box.whole_shard((), ()), (0,)),)
+        return _box_chunks(self)
+
+    def undeclared(self, chunk: Chunk) -> tuple[int, ...]:
+        """There are no copies."""
+        return chunk.replicas
+
+
+Layout = PlainLayout | MeshLayout | BoxLayout | ChunkLayout | FlatLayout
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -312,10 +362,10 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Skipped:
-    """An entry of the state dict that is no tensor.
+    """An entry of the checkpoint that is no tensor of the model.
 
     Attributes:
-        name: its key.
+        name: its key, or a pattern for a whole part: ``optimizer.*``.
         kind: what it is, for people.
     """
 
@@ -346,10 +396,11 @@ class Checkpoint:
         world_size: number of ranks that wrote it.
         files: what is read.
         tensors: in the order of the first rank's dict, then what other ranks add.
-        skipped: entries that are no tensors.
+        skipped: entries that are no tensors, or belong to no model.
         directories: every folder that is read.
         assets: the folder with config, tokenizer and the like, if there is one.
         left_out: state of the training run beside the weights, see `formats.describe`.
+        assets_mixed: whether that folder holds files and folders of the training too.
     """
 
     root: str
@@ -361,11 +412,17 @@ class Checkpoint:
     directories: tuple[str, ...]
     assets: str | None
     left_out: tuple[LeftOut, ...] = ()
+    assets_mixed: bool = False
 
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors, each counted once."""
         return sum(tensor.nbytes for tensor in self.tensors)
+
+    @property
+    def copied_folder(self) -> str | None:
+        """The folder that is copied with all folders in it, if there is one."""
+        return None if self.assets_mixed else self.assets
 
     def shifted(self, count: int) -> Checkpoint:
         """The same with its files behind `count` others: each index of a file is that much more."""
@@ -391,6 +448,17 @@ class Checkpoint:
                 if mesh not in seen:
                     seen.add(mesh)
                     yield mesh
+
+
+@lru_cache(maxsize=16)  # readers ask for a tensor again with each band, but go on to the next
+def _box_chunks(layout: BoxLayout | ChunkLayout) -> tuple[Chunk, ...]:
+    replicas: dict[Box, list[int]] = {}
+    for slot, box in enumerate(layout.boxes):
+        if 0 not in box.sizes:
+            replicas.setdefault(box, []).append(slot)
+    return tuple(
+        Chunk(box, tuple(replicas[box])) for box in sorted(replicas, key=lambda box: box.offsets)
+    )
 
 
 @lru_cache(maxsize=512)

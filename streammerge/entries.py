@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import math
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -185,26 +185,23 @@ def quoted(name: str) -> str:
     return f"'{name}'" if name.isprintable() and len(name) <= 200 else f"{name!r:.200}"
 
 
-def read_view(
-    tensor: stand_ins.StridedTensor, members: Mapping[str, int], sizes: Sequence[int]
-) -> tuple[str, View]:
-    """The dtype and the place of a local tensor.
+def view_of(tensor: stand_ins.StridedTensor, member: int, stored: int) -> tuple[str, View]:
+    """The dtype (safetensors name) and the place of a tensor.
 
     Args:
-        tensor: a stand-in.
-        members: as in `TorchFile`.
-        sizes: bytes of each member.
+        tensor: as it stands in a pickle.
+        member: the blob that it is a view on.
+        stored: bytes of that blob.
 
     Raises:
         UnsupportedError: a dtype that safetensors does not have.
-        CorruptFileError: a tensor that reaches out of its storage.
+        CorruptFileError: a view that leaves the blob.
     """
     dtype = FROM_TORCH.get(tensor.dtype or "")
     if dtype is None:
         raise UnsupportedError(
             f"dtype {tensor.dtype or 'unknown'} has no equivalent in safetensors"
         )
-    member = members[tensor.storage.key]
     if 0 in tensor.sizes:
         # Where nothing is read, the offset means nothing; it may lie behind the storage.
         return dtype, View(member, 0, None, tensor.conj)
@@ -217,7 +214,6 @@ def read_view(
             last += (size - 1) * stride
             step *= size
     itemsize = ITEMSIZE[dtype]
-    stored = sizes[member]
     if (last + 1) * itemsize > stored:
         raise CorruptFileError(
             f"local tensor {list(tensor.sizes)} of {dtype} reaches byte "
@@ -278,7 +274,8 @@ class _Reader:
         found.starts.append(view.start)
 
     def _view(self, tensor: stand_ins.StridedTensor) -> tuple[str, View]:
-        return read_view(tensor, self._members, self._sizes)
+        member = self._members[tensor.storage.key]
+        return view_of(tensor, member, self._sizes[member])
 
     # --- DTensor ---
 

@@ -22,6 +22,8 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 __all__ = [
     "CheckpointNotFoundError",
@@ -39,6 +41,7 @@ __all__ = [
     "UnsafePickleError",
     "UnsupportedError",
     "UsageError",
+    "about",
     "writing_error",
 ]
 
@@ -115,6 +118,17 @@ class ResultError(TargetError):
 
 def _printable(text: str) -> str:
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+@contextmanager
+def about(where: str) -> Iterator[None]:
+    """Errors that come up inside are about this file, key or chunk."""
+    try:
+        yield
+    except StreamMergeError as error:
+        raise type(error)(f"{where}: {error}", hint=error.hint) from error
+    except OSError as error:
+        raise SourceError(f"{where}: {error.strerror}") from error
 
 
 def writing_error(path: str, error: OSError) -> TargetError:

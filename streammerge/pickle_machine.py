@@ -12,7 +12,8 @@ what the opcodes do.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from streammerge.errors import CorruptFileError, UnsupportedError
@@ -74,11 +75,46 @@ def damaged(problem: str) -> CorruptFileError:
     return CorruptFileError(f"the pickle is damaged: {problem}")
 
 
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """A pickle that is read bit by bit, and whose values need not be kept.
+
+    Attributes:
+        blocks: the bytes from the start, in blocks of any length; called twice.
+        take_item: called with a key and its value before they go into a dict; if it returns true
+            they do not.
+        max_cells: of its values, which are counted as if all were kept.
+    """
+
+    blocks: Callable[[], Iterator[bytes]]
+    take_item: Callable[[Any, Any], bool]
+    max_cells: int
+
+
+def run_stream(stream: Stream, find_global: Callable[[str, str], object]) -> Any:
+    """Run a pickle without persistent ids whose bytes are not all in memory.
+
+    In place of an object, what its `set_state` returns is used, unless that is None.
+
+    Returns:
+        The value. What follows the pickle is not looked at.
+
+    Raises:
+        As `run` does.
+    """
+
+    def refuse(pid: object) -> object:
+        raise damaged("it refers to something outside")
+
+    return run(b"", 0, find_global, refuse, stream)[0]
+
+
 def run(
     data: bytes,
     start: int,
     find_global: Callable[[str, str], object],
     find_persistent: Callable[[Any], object],
+    stream: Stream | None = None,
 ) -> tuple[Any, int]:
     """Run one pickle.
 
@@ -92,9 +128,10 @@ def run(
         start: where it starts.
         find_global: the value of an attribute of a module.
         find_persistent: the object that a persistent id stands for.
+        stream: where the rest of the bytes come from, see `run_stream`.
 
     Returns:
-        The value, and where the pickle ends.
+        The value, and where the pickle ends in the last bytes that were read.
 
     Raises:
         EndOfPickleError: `data` ends before the pickle does.
@@ -109,10 +146,17 @@ def run(
     memo: dict[int, Any] = {}
     puts = 0  # places of the memo that are taken
     u32 = _U32.unpack_from
-    cells = MAX_CELLS if len(data) - start <= MAX_BYTES else -1
-    wanted = _find_gets(data, start) if cells >= 0 else b""
-    try:
-        while cells >= 0:
+    blocks: Iterator[bytes] = iter(())
+    take_item = None
+    if stream is not None:
+        cells, take_item, blocks = stream.max_cells, stream.take_item, stream.blocks()
+        wanted = _find_gets(stream.blocks)
+    elif len(data) - start <= MAX_BYTES:
+        cells, wanted = MAX_CELLS, _find_gets(lambda: (data,), start)
+    else:
+        cells, wanted = -1, bytearray()
+    while cells >= 0:
+        try:
             cells -= _CELLS_PER_BATCH
             for _ in range(_BATCH):
                 code = data[at]
@@ -188,16 +232,16 @@ def run(
                     items = stack
                     stack = below.pop()
                     append = stack.append
-                    _set_items(stack[-1], items)
+                    _set_items(stack[-1], items, take_item)
                     cells -= len(items)
                     at += 1
                 elif code == _BUILD:
                     state = stack.pop()
-                    _build(stack[-1], state)
+                    stack[-1] = _build(stack[-1], state)
                     at += 1
                 elif code == _SETITEM:
                     value, key = stack.pop(), stack.pop()
-                    _set_items(stack[-1], (key, value))
+                    _set_items(stack[-1], (key, value), take_item)
                     cells -= 2
                     at += 1
                 elif code == _BINPERSID:
@@ -306,19 +350,32 @@ def run(
                         raise damaged(f"protocol {data[at + 1]}, expected 2 to 5")
                     at += 2
                 elif code == _FRAME:
+                    if at + 9 > len(data):
+                        raise ends_too_early()
                     at += 9
                 elif code == _STOP:
                     return stack.pop(), at + 1
                 else:
                     raise damaged(f"opcode {code:#04x}, which torch.save does not write")
-    except (LookupError, struct.error) as error:
-        if at + 9 > len(data):  # the longest opcode with an operand of fixed size
-            raise ends_too_early() from error
-        raise damaged("an opcode takes what is not there") from error
-    except (AttributeError, TypeError, ValueError) as error:
-        raise damaged(str(error)) from error
-    except MemoryError as error:
-        raise CorruptFileError("the pickle asks for more memory than there is") from error
+        except (EndOfPickleError, LookupError, struct.error) as error:
+            is_end = at + 9 > len(data)  # the longest opcode with an operand of fixed size
+            if is_end or isinstance(error, EndOfPickleError):
+                # No opcode has changed anything by then, so it can be taken up again.
+                rest = _read_on(data[at:], blocks)
+                if len(rest) == len(data) - at:
+                    raise ends_too_early() from error
+                data, at = rest, 0
+                continue
+            raise damaged("an opcode takes what is not there") from error
+        except (AttributeError, TypeError, ValueError) as error:
+            raise damaged(str(error)) from error
+        except MemoryError as error:
+            raise CorruptFileError("the pickle asks for more memory than there is") from error
+    if stream is not None:
+        raise UnsupportedError(
+            f"its pickle holds more than is read (values of {stream.max_cells * CELL_BYTES:,} "
+            "bytes)"
+        )
     raise UnsupportedError(
         f"its pickle is larger than anything that is read ({MAX_BYTES >> 20} MiB, or values of "
         f"{MAX_CELLS * CELL_BYTES >> 20} MiB)",
@@ -326,24 +383,40 @@ def run(
     )
 
 
-def _find_gets(data: bytes, start: int) -> bytearray:
+def _read_on(rest: bytes, blocks: Iterator[bytes]) -> bytes:
+    """The rest of what was read and at least as much again, if there is so much."""
+    parts, missing = [rest], max(1, len(rest))
+    while missing > 0 and (block := next(blocks, b"")):
+        parts.append(block)
+        missing -= len(block)
+    return b"".join(parts)
+
+
+def _find_gets(blocks: Callable[[], Iterable[bytes]], start: int = 0) -> bytearray:
     """For each place of the memo whether it may be fetched. The others need not be filled.
 
     Most are never fetched, and what is only there goes away at once. Each LONG_BINGET starts with
     its byte, though not each such byte is one, so this finds them all.
     """
-    size = 1 + sum(data.count(code, start) for code in (b"q", b"r", b"\x94"))
+    code = bytes([_LONG_BINGET])
+    size, gets = 1, 0
+    for block in blocks():
+        size += sum(block.count(put, start) for put in (b"q", b"r", b"\x94"))
+        gets += block.count(code, start)
+    if gets > _MAX_GETS:
+        return bytearray(b"\1") * size
     wanted = bytearray(size)
     wanted[:256] = b"\1" * min(256, size)
-    code = bytes([_LONG_BINGET])
-    if data.count(code, start) > _MAX_GETS:
-        return bytearray(b"\1") * size
-    at = data.find(code, start)
-    while 0 <= at <= len(data) - 5:
-        index = _U32.unpack_from(data, at + 1)[0]
-        if index < size:
-            wanted[index] = 1
-        at = data.find(code, at + 1)
+    end = b""  # of the block before, which an opcode may begin in
+    for block in blocks():
+        data = end + block if end else block
+        at = data.find(code, start)
+        while 0 <= at <= len(data) - 5:
+            index = _U32.unpack_from(data, at + 1)[0]
+            if index < size:
+                wanted[index] = 1
+            at = data.find(code, at + 1)
+        end = data[-4:]
     return wanted
 
 
@@ -355,19 +428,21 @@ def _call(function: Any, arguments: Any) -> object:
     return function(*arguments)
 
 
-def _build(target: object, state: object) -> None:
+def _build(target: object, state: object) -> object:
     set_state = getattr(type(target), "set_state", None)
     if set_state is None:
         raise damaged(f"a state for a {type(target).__name__}")
-    set_state(target, state)
+    replacement = set_state(target, state)
+    return target if replacement is None else replacement
 
 
-def _set_items(target: Any, items: Any) -> None:
+def _set_items(target: Any, items: Any, take: Callable[[Any, Any], bool] | None) -> None:
     if not isinstance(target, dict):
         _give_items(target, items)
         return
     for key, value in zip(items[::2], items[1::2], strict=True):
-        target[key if type(key) is str else _key(key)] = value
+        if take is None or not take(key, value):
+            target[key if type(key) is str else _key(key)] = value
 
 
 def _extend(target: Any, items: Any) -> None:

@@ -115,6 +115,7 @@ class Report:
         crcs: what was compared with its CRC-32; None if nothing was.
         verified: whether the result was read again and compared with the checkpoint.
         skipped: entries that are no tensors.
+        assets: the folder that side files were copied from; None if there is none.
         left_out: side files that were not copied.
         changes: what differs from the checkpoint.
         warnings: what the user should know, a line each.
@@ -130,6 +131,7 @@ class Report:
     crcs: CrcReport | None
     verified: bool
     skipped: tuple[Skipped, ...]
+    assets: str | None
     left_out: tuple[str, ...]
     changes: tuple[Change, ...]
     warnings: tuple[str, ...]
@@ -183,7 +185,7 @@ def merge(
     started = time.monotonic()
     path = resolve_target(os.fspath(target))
     checkpoint = describe(sources, format=format, target=path, **(options or {}))
-    check_target(path, checkpoint.directories, overwrite, assets=checkpoint.assets)
+    check_target(path, checkpoint.directories, overwrite, assets=checkpoint.copied_folder)
     decided = plan(
         checkpoint, max_shard_size=max_shard_size, memory=memory, workers=workers, **adaptation
     )
@@ -370,7 +372,7 @@ def check_plan_target(plan: Plan, target: str, overwrite: bool) -> None:
         target,
         checkpoint.directories,
         overwrite,
-        assets=checkpoint.assets,
+        assets=checkpoint.copied_folder,
         names=output_names(plan),
     )
 
@@ -424,13 +426,14 @@ def _adapt(
     if folder is None and base_model is not None:
         folder = base_model.root
     weights = {file.path for file in checkpoint.files}
-    side = find_side_files(folder, () if raw else checkpoint.directories, weights)
+    mixed = checkpoint.assets_mixed and assets is None
+    side = find_side_files(folder, () if raw else checkpoint.directories, weights, mixed=mixed)
     whole = checkpoint
     if base_model is not None:
         base_model = base_model.shifted(len(checkpoint.files))
         whole = checkpoint.followed_by(base_model)
     read = whole.directories + (() if names_model is None else names_model.directories)
-    whole = replace(whole, assets=folder, directories=read)
+    whole = replace(whole, assets=folder, assets_mixed=mixed, directories=read)
     if raw:
         return adapt_nothing(checkpoint, side), whole
     drafted = draft(
@@ -559,6 +562,7 @@ def _write(
         crcs=crcs,
         verified=verify,
         skipped=plan.skipped,
+        assets=plan.checkpoint.assets,
         left_out=plan.left_out,
         changes=plan.changes,
         warnings=(*plan.warnings, *([] if staging.warning is None else [staging.warning])),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -110,6 +110,11 @@ class Box:
         return cls(offsets, sizes, (0,) * len(sizes), sizes)
 
 
+# A box that is cut in more dims than these has more corners than are worth looking at. No training
+# cuts tensors so; a few boxes are compared by pairs.
+_MAX_CUT_DIMS = 4
+_MAX_COMPARED = 256
+
 # Along one tensor dim, a local shard is a list of (start, length) segments of the global dim.
 _Segments = tuple[tuple[int, int], ...]
 
@@ -200,30 +205,44 @@ def local_shape(
     )
 
 
-def check_tiling(shape: Sequence[int], boxes: Sequence[Box]) -> None:
-    """Prove that free boxes cover a tensor exactly once.
+def check_tiling(shape: Sequence[int], boxes: Iterable[Box]) -> None:
+    """Prove that free boxes cover a tensor exactly once, in time that grows with their number.
 
-    Equal volume and no overlap is a proof. Overlap is searched by a sweep along the first dim, so
-    that only boxes that share rows meet.
+    How often each index is covered is told by the corners of the boxes alone: take the corner at
+    both ends of an even number of dims as +1, the others as -1, and what the corners up to an
+    index sum to is the number of boxes around it. So boxes tile the tensor if and only if their
+    corners are its own once equal ones have cancelled.
 
     Raises:
         PlacementError: a box that leaves the tensor, overlaps another, or a part that none covers.
+        UnsupportedError: many boxes that are cut in more dims than any training does.
     """
+    full = []
     for box in boxes:
         if not len(box.offsets) == len(box.sizes) == len(shape) or any(
             offset < 0 or size < 0 or offset + size > n
             for offset, size, n in zip(box.offsets, box.sizes, shape, strict=False)
         ):
             raise PlacementError(f"chunk {describe_box(box)} lies outside the shape {list(shape)}")
-    full = [box for box in boxes if 0 not in box.sizes]
-    volume = sum(math.prod(box.sizes) for box in full)
-    if shape:
-        _check_overlap(full)
-    elif len(full) > 1:
-        raise PlacementError("a 0-d tensor is covered by more than one chunk")
-    if volume != math.prod(shape):
+        if 0 not in box.sizes:
+            full.append(box)
+    if 0 in shape:
+        return
+    dims = [d for d, n in enumerate(shape) if any(box.sizes[d] != n for box in full)]
+    if len(dims) <= _MAX_CUT_DIMS:
+        wrong = _find_wrong_index(shape, full, dims)
+    else:
+        wrong = _find_overlap(full)
+    if wrong is not None:
+        around = [box for box in full if _covers(box, wrong)]
+        if len(around) > 1:
+            first, second = map(describe_box, around[:2])
+            raise PlacementError(f"chunks {first} and {second} overlap")
+    volume, numel = sum(math.prod(box.sizes) for box in full), math.prod(shape)
+    if wrong is not None or volume != numel:
+        where = "" if wrong is None else f", none of them index {list(wrong)}"
         raise PlacementError(
-            f"chunks cover {volume:,} of the {math.prod(shape):,} elements of shape {list(shape)}"
+            f"chunks cover {volume:,} of the {numel:,} elements of shape {list(shape)}{where}"
         )
 
 
@@ -291,22 +310,47 @@ def describe_box(box: Box) -> str:
     return f"[{', '.join(ranges)}]"
 
 
-def _check_overlap(boxes: Sequence[Box]) -> None:
-    active: list[Box] = []
-    for box in sorted(boxes, key=lambda b: b.offsets):
-        start = box.offsets[0]
-        active = [other for other in active if other.offsets[0] + other.sizes[0] > start]
-        for other in active:
-            if all(
-                a < b + m and b < a + n
-                for a, n, b, m in zip(
-                    box.offsets, box.sizes, other.offsets, other.sizes, strict=True
-                )
-            ):
-                raise PlacementError(
-                    f"chunks {describe_box(other)} and {describe_box(box)} overlap"
-                )
-        active.append(box)
+def _find_wrong_index(
+    shape: Sequence[int], boxes: Sequence[Box], dims: Sequence[int]
+) -> tuple[int, ...] | None:
+    """The first index that not exactly one box covers; None if there is none.
+
+    Args:
+        shape: of the tensor.
+        boxes: inside it, none of them empty.
+        dims: those that some box does not span. In the others there is nothing to tell apart.
+    """
+    corners: dict[tuple[int, ...], int] = {}
+    whole = Box.whole_shard((0,) * len(shape), tuple(shape))
+    for sign, box in itertools.chain([(-1, whole)], zip(itertools.repeat(1), boxes, strict=False)):
+        ends = [((box.offsets[d], 1), (box.offsets[d] + box.sizes[d], -1)) for d in dims]
+        for corner in itertools.product(*ends):
+            place = tuple([at for at, _ in corner])
+            count = corners.pop(place, 0) + sign * math.prod([factor for _, factor in corner])
+            if count:
+                corners[place] = count
+    if not corners:
+        return None
+    # At the first corner that is left, nothing before it adds to the sum.
+    index = [0] * len(shape)
+    for d, at in zip(dims, min(corners), strict=True):
+        index[d] = at
+    return tuple(index)
+
+
+def _find_overlap(boxes: Sequence[Box]) -> tuple[int, ...] | None:
+    """An index that two boxes cover; None if no two overlap. For few boxes of many dims."""
+    if len(boxes) > _MAX_COMPARED:
+        raise UnsupportedError(f"{len(boxes):,} chunks that are cut in more dims than is checked")
+    for one, other in itertools.combinations(boxes, 2):
+        index = tuple(map(max, one.offsets, other.offsets))
+        if _covers(one, index) and _covers(other, index):
+            return index
+    return None
+
+
+def _covers(box: Box, index: Sequence[int]) -> bool:
+    return all(o <= i < o + n for i, o, n in zip(index, box.offsets, box.sizes, strict=True))
 
 
 def _local_segments(

@@ -273,6 +273,7 @@ def fingerprint(plan: Plan, assets: Sequence[File], device: str = "cpu") -> Fing
             add(_recipe(output.value, device))
     for text in plan.texts:
         add(text.name, text.data)
+    add(*(entry.name for entry in plan.skipped))  # which tells what part of a checkpoint it is
     read = [(os.path.basename(file.path), file) for file in plan.checkpoint.files]
     read += [(asset.name, file) for asset, file in zip(plan.assets, assets, strict=True)]
     return Fingerprint(

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from streammerge.checkpoint import (
+    Boxes,
     BoxLayout,
     Extents,
     Layout,
@@ -32,7 +32,11 @@ from streammerge.entries import (
     View,
     quoted,
 )
-from streammerge.errors import InconsistentRanksError, PlacementError, SourceError
+from streammerge.errors import (
+    InconsistentRanksError,
+    PlacementError,
+    about,
+)
 from streammerge.placement import (
     Box,
     Partial,
@@ -273,11 +277,11 @@ class _Arranger:
         first_rank, first = next(iter(forms.items()))
         mesh_of: dict[int, int] = {}
         for rank, form in forms.items():
-            with _about(f"{self._paths[rank]}: {key}"):
+            with about(f"{self._paths[rank]}: {key}"):
                 self._compare_mesh_forms(form, first, first_rank)
                 if self._holds_part(rank, form):
                     mesh_of[rank] = form.mesh
-        with _about(key):
+        with about(key):
             ranks = self._ranks_of_meshes(mesh_of)
         meshes = tuple(dict.fromkeys(mesh_of.values()))
         sharding = self._sharding(first)
@@ -360,10 +364,11 @@ class _Arranger:
                     )
             boxes += [Box.whole_shard(*part) for part in form.held]
             ranks += [rank] * len(form.held)
-        with _about(key):
+        with about(key):
             self._check_listings(forms)
-        layout = BoxLayout(tuple(boxes), tuple(ranks))
-        return _Arrangement(first.dtype, first.shape, layout, array("i", ranks))
+        holders = array("i", ranks)
+        layout = BoxLayout(Boxes.of(boxes, len(first.shape)), holders)
+        return _Arrangement(first.dtype, first.shape, layout, holders)
 
     def _check_listings(self, forms: Mapping[int, BoxForm]) -> None:
         """What the metadata list is the same in all files, held by those it says, and tiles."""
@@ -409,12 +414,3 @@ class _Arranger:
             found = mesh_positions(mesh.shape, mesh.ranks)
             positions = self._positions[number] = dict(zip(mesh.ranks, found, strict=True))
         return positions
-
-
-@contextmanager
-def _about(where: str) -> Iterator[None]:
-    """Errors inside are about this file or key."""
-    try:
-        yield
-    except SourceError as error:
-        raise type(error)(f"{where}: {error}", hint=error.hint) from error

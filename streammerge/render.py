@@ -38,6 +38,7 @@ def checkpoint_json(checkpoint: Checkpoint) -> Json:
         "tensors": [_tensor_json(tensor) for tensor in checkpoint.tensors],
         "skipped": _skipped_json(checkpoint.skipped),
         "left_out": [{"path": entry.path, "bytes": entry.nbytes} for entry in checkpoint.left_out],
+        "assets": checkpoint.assets,
         "totals": {
             "tensors": len(checkpoint.tensors),
             "parameters": sum(tensor.numel for tensor in checkpoint.tensors),
@@ -69,11 +70,12 @@ def checkpoint_text(checkpoint: Checkpoint) -> str:
     lines.append(
         f"{len(checkpoint.tensors):,} tensors, {numel:,} parameters, {size(checkpoint.nbytes)}"
     )
-    lines += [f"no tensor: {entry.name} ({entry.kind})" for entry in checkpoint.skipped]
+    lines += [f"skipped: {entry.name} ({entry.kind})" for entry in checkpoint.skipped]
     if checkpoint.left_out:
         left_out = _some([os.path.basename(e.path) for e in checkpoint.left_out], False)
         total = sum(entry.nbytes for entry in checkpoint.left_out)
         lines.append(f"left out, state of the training: {left_out} ({size(total)})")
+    lines.append(f"side files: {checkpoint.assets or 'none found'}")
     return "\n".join(lines)
 
 
@@ -101,6 +103,7 @@ def plan_json(plan: Plan, target: str, lacking: int, refusal: str | None) -> Jso
         "index": any(text.name == INDEX_FILE for text in plan.texts),
         "texts": [{"name": text.name, "bytes": len(text.data)} for text in plan.texts],
         "assets": [{"name": asset.name, "bytes": asset.size} for asset in plan.assets],
+        "assets_from": plan.checkpoint.assets,
         "left_out": list(plan.left_out),
         "skipped": _skipped_json(plan.skipped),
         "changes": _changes_json(plan.changes),
@@ -126,6 +129,8 @@ def plan_text(
             lines += [f"    {o.name}  {o.dtype} {list(o.shape)}" for o in file.outputs]
     lines += [f"  {text.name}  {len(text.data):,} bytes" for text in plan.texts]
     lines += [f"  {asset.name}  {asset.size:,} bytes" for asset in plan.assets]
+    if plan.checkpoint.assets is not None:
+        lines.append(f"side files from {plan.checkpoint.assets}")
     lines += _change_lines(plan.changes, verbose)
     lines += _left_out_lines(plan.skipped, plan.left_out, verbose)
     lines.append(
@@ -156,6 +161,7 @@ def report_json(report: Report) -> Json:
         "skipped": _skipped_json(report.skipped),
         "changes": _changes_json(report.changes),
         "warnings": list(report.warnings),
+        "assets_from": report.assets,
         "left_out": list(report.left_out),
     }
 
@@ -175,6 +181,8 @@ def report_text(report: Report, *, verbose: bool = False) -> str:
         )
     lines += _change_lines(report.changes, verbose)
     lines += _left_out_lines(report.skipped, report.left_out, verbose)
+    if verbose and report.assets is not None:
+        lines.append(f"side files from {report.assets}")
     if verbose:
         lines += [f"wrote {name}" for name in report.files]
     if report.verified:
@@ -311,7 +319,7 @@ def _left_out_lines(
     lines = []
     if skipped:
         names = [f"{entry.name} ({entry.kind})" for entry in skipped]
-        lines.append(f"skipped, no tensors: {_some(names, verbose)}")
+        lines.append(f"skipped: {_some(names, verbose)}")
     if left_out:
         lines.append(f"side files not copied: {_some(left_out, verbose)}")
     return lines

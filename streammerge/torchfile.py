@@ -89,9 +89,13 @@ def read_torch_file(path: str, *, foreign: bool = False) -> TorchFile:
             raise CorruptFileError("not a regular file")
         if status.st_size == 0:
             raise CorruptFileError("the file is empty (0 bytes)")
-        read = _read_zip if os.pread(fd, 4, 0) == b"PK\x03\x04" else _read_legacy
         members = Members()
-        root, keys, pickle_nbytes = read(fd, status.st_size, members, foreign)
+        if os.pread(fd, 4, 0) == b"PK\x03\x04":
+            archive, unpickled = read_zip(Span(fd, 0, status.st_size), foreign=foreign)
+            keys = _add_blobs(archive, unpickled, members)
+            root, pickle_nbytes = unpickled.value, unpickled.end
+        else:
+            root, keys, pickle_nbytes = _read_legacy(fd, status.st_size, members, foreign)
     except EndOfPickleError as error:
         raise CorruptFileError(f"{path}: {error}") from error
     except StreamMergeError as error:
@@ -131,9 +135,33 @@ def _read_range(fd: int, start: int, size: int) -> bytes:
 # --- zip ---
 
 
-class _Entry(NamedTuple):
-    """A member as the central directory has it."""
+class Span(NamedTuple):
+    """A part of an open file: all of it, or a chunk that was appended to others.
 
+    Attributes:
+        fd: descriptor of the file.
+        start: first byte.
+        size: bytes.
+    """
+
+    fd: int
+    start: int
+    size: int
+
+    def read(self, offset: int, size: int) -> bytes:
+        """Bytes from an offset in the part on; fewer where the file ends."""
+        return _read_range(self.fd, self.start + offset, size)
+
+
+class Entry(NamedTuple):
+    """A member as the central directory has it.
+
+    Attributes:
+        at: where its entry in the directory starts.
+        header_offset: where its local header starts.
+    """
+
+    at: int
     name: bytes
     method: int
     flags: int
@@ -146,66 +174,78 @@ class _Entry(NamedTuple):
         return ascii(self.name.decode("utf-8", "backslashreplace"))[1:-1][:200]
 
 
-def _read_zip(
-    fd: int, size: int, members: Members, foreign: bool
-) -> tuple[object, dict[str, int], int]:
-    archive = _Archive(fd, size)
+def read_zip(span: Span, *, foreign: bool = False) -> tuple[Archive, Unpickled]:
+    """Read the directory and the pickle of a zip archive that torch.save wrote.
+
+    Args:
+        span: where it is.
+        foreign: as for `read_torch_file`.
+
+    Raises:
+        SourceError: as `read_torch_file` does, without the path.
+    """
+    archive = Archive(span)
     pickles = [n for n in archive.entries if n.endswith(b"/data.pkl") and n.count(b"/") == 1]
     if len(pickles) != 1:
         raise CorruptFileError("a zip archive, but not one that torch.save wrote (no data.pkl)")
-    prefix = pickles[0].removesuffix(b"data.pkl")
+    prefix = archive.prefix = pickles[0].removesuffix(b"data.pkl")
 
     if archive.read_note(prefix + b"byteorder", b"little") != b"little":
         raise UnsupportedError("the file was written on a big-endian machine")
     text = archive.read_note(prefix + b".storage_alignment", b"%d" % _ALIGNMENT)
     if not text.isdigit() or len(text) > 10 or not 0 < int(text) <= 1 << 30:
         raise CorruptFileError(f".storage_alignment says {text!r:.40}")
-    alignment = int(text)
-
+    archive.alignment = int(text)
     data = archive.read(pickles[0])
-    unpickled = unpickle(data, foreign=foreign)
-    blobs = prefix + b"data/"
-    aligned = archive.is_aligned(blobs, alignment)
+    try:
+        return archive, unpickle(data, foreign=foreign)._replace(end=len(data))
+    except EndOfPickleError as error:  # there is no more of it
+        raise CorruptFileError(str(error)) from error
+
+
+def _add_blobs(archive: Archive, unpickled: Unpickled, members: Members) -> dict[str, int]:
+    """Add the stored blobs that a pickle names to the members of its file."""
+    aligned = archive.is_aligned()
     keys = {}
     for key, storage in unpickled.storages.items():
-        blob = archive.entries.get(blobs + key.encode())
-        if blob is None:
-            raise CorruptFileError(f"storage {key!r:.40} is named in the pickle, but missing")
-        nbytes = storage_nbytes(storage)
-        if blob.size != nbytes:
-            raise CorruptFileError(
-                f"storage {key!r:.40} has {blob.size:,} bytes, the pickle says {nbytes:,}"
-            )
+        blob = archive.blob(key, storage)
         if aligned:
-            data_offset = _aligned_data_offset(blob, alignment)
+            data_offset = _aligned_data_offset(blob, archive.alignment)
             archive.check_inside(blob, data_offset)
         else:
             data_offset = archive.data_offset(blob)
         keys[key] = members.add(
-            blob.header_offset, data_offset, nbytes, blob.crc, zlib.crc32(blob.name)
+            blob.header_offset, data_offset, blob.size, blob.crc, zlib.crc32(blob.name)
         )
     for name in _UNUSED_NOTES:  # read for their CRC-32
-        archive.read_note(prefix + name, b"")
-    return unpickled.value, keys, len(data)
+        archive.read_note(archive.prefix + name, b"")
+    return keys
 
 
-class _Archive:
+class Archive:
     """The central directory of a zip file, and the few members that are read here.
 
     Nothing is unpacked, so a name can lead nowhere; names are compared, no more.
 
     Attributes:
         entries: name -> member.
+        directory_offset: where the directory starts.
+        prefix: the folder that all members of torch.save are in, with its slash.
+        alignment: what its members are padded to.
 
     Raises:
         CorruptFileError: a directory that contradicts itself.
         UnsupportedError: compressed or encrypted members.
     """
 
-    def __init__(self, fd: int, size: int) -> None:
-        directory, count, end = _find_directory(fd, size)
-        self._fd = fd
-        self.entries = {entry.name: entry for entry in _parse_directory(directory, count)}
+    prefix = b""
+    alignment = _ALIGNMENT
+
+    def __init__(self, span: Span) -> None:
+        directory, count, end = _find_directory(span)
+        self._span = span
+        self.directory_offset = end
+        self.entries = {entry.name: entry for entry in _parse_directory(directory, count, end)}
         if len(self.entries) != count:
             raise CorruptFileError("the zip directory names a member twice")
         for entry in self.entries.values():
@@ -227,7 +267,7 @@ class _Archive:
         entry = self.entries[name]
         if entry.size > MAX_BYTES:
             raise UnsupportedError(f"member {entry} has {entry.size:,} bytes, more than is read")
-        data = _read_range(self._fd, self.data_offset(entry), entry.size)
+        data = self._span.read(self.data_offset(entry), entry.size)
         if self._has_crcs and zlib.crc32(data) != entry.crc:
             short = str(entry).rpartition("/")[2]
             raise CorruptFileError(
@@ -244,11 +284,27 @@ class _Archive:
             raise CorruptFileError(f"member {entry} has {entry.size:,} bytes")
         return self.read(name)
 
-    def data_offset(self, entry: _Entry) -> int:
+    def blob(self, key: str, storage: Storage) -> Entry:
+        """The member that holds a storage.
+
+        Raises:
+            CorruptFileError: there is none of that size.
+        """
+        blob = self.entries.get(self.prefix + b"data/" + key.encode())
+        if blob is None:
+            raise CorruptFileError(f"storage {key!r:.40} is named in the pickle, but missing")
+        nbytes = storage_nbytes(storage)
+        if blob.size != nbytes:
+            raise CorruptFileError(
+                f"storage {key!r:.40} has {blob.size:,} bytes, the pickle says {nbytes:,}"
+            )
+        return blob
+
+    def data_offset(self, entry: Entry) -> int:
         """Where a member's bytes start. Its local header must agree with the directory."""
         if entry.header_offset + _LOCAL_HEADER.size > self._limits[entry.name]:
             raise CorruptFileError(f"member {entry} lies outside the file or over another member")
-        header = _read_range(self._fd, entry.header_offset, _LOCAL_HEADER.size + len(entry.name))
+        header = self._span.read(entry.header_offset, _LOCAL_HEADER.size + len(entry.name))
         if header[:4] != b"PK\x03\x04":
             raise CorruptFileError(f"member {entry} has no local header where the directory says")
         distance = read_local_header(header, zlib.crc32(entry.name), entry.size, entry.crc)
@@ -257,27 +313,29 @@ class _Archive:
         self.check_inside(entry, entry.header_offset + distance)
         return entry.header_offset + distance
 
-    def check_inside(self, entry: _Entry, data_offset: int) -> None:
+    def check_inside(self, entry: Entry, data_offset: int) -> None:
         """Check that a member ends before the next one starts."""
         if data_offset + entry.size > self._limits[entry.name]:
             raise CorruptFileError(f"member {entry} reaches into the next one or out of the file")
 
-    def is_aligned(self, prefix: bytes, alignment: int) -> bool:
-        """Whether the members of a folder are padded as torch does it.
+    def is_aligned(self) -> bool:
+        """Whether the stored blobs are padded as torch does it.
 
         Judged by the first, middle and last. The others are checked when they are first used.
         """
-        entries = [entry for name, entry in self.entries.items() if name.startswith(prefix)]
+        folder = self.prefix + b"data/"
+        entries = [entry for name, entry in self.entries.items() if name.startswith(folder)]
         return all(
-            self.data_offset(entry) == _aligned_data_offset(entry, alignment)
+            self.data_offset(entry) == _aligned_data_offset(entry, self.alignment)
             for entry in entries[:1] + entries[len(entries) // 2 :][:1] + entries[-1:]
         )
 
 
-def _find_directory(fd: int, size: int) -> tuple[bytes, int, int]:
+def _find_directory(span: Span) -> tuple[bytes, int, int]:
     """The central directory, its number of entries, and where it starts."""
+    size = span.size
     tail_size = min(size, _END.size + _MAX_COMMENT)
-    tail = _read_range(fd, size - tail_size, tail_size)
+    tail = span.read(size - tail_size, tail_size)
     at = tail.rfind(b"PK\x05\x06")
     if at < 0 or at + _END.size > len(tail):
         raise CorruptFileError("the file is cut short: it has no zip directory at its end")
@@ -285,7 +343,7 @@ def _find_directory(fd: int, size: int) -> tuple[bytes, int, int]:
     end = size - tail_size + at
     if count == 0xFFFF or _IN_ZIP64_EXTRA in (nbytes, offset) or _has_locator(tail, at):
         short = (count, nbytes, offset)
-        end, disk, first_disk, count_here, count, nbytes, offset = _read_end64(fd, end)
+        end, disk, first_disk, count_here, count, nbytes, offset = _read_end64(span, end)
         if any(
             value not in (mark, whole)
             for value, mark, whole in zip(
@@ -302,7 +360,7 @@ def _find_directory(fd: int, size: int) -> tuple[bytes, int, int]:
         raise CorruptFileError("the zip directory is damaged (it does not fit into the file)")
     if nbytes > _MAX_DIRECTORY:
         raise UnsupportedError(f"its zip directory has {nbytes:,} bytes, more than is read")
-    return _read_range(fd, offset, nbytes), count, offset
+    return span.read(offset, nbytes), count, offset
 
 
 def _has_locator(tail: bytes, end: int) -> bool:
@@ -310,21 +368,21 @@ def _has_locator(tail: bytes, end: int) -> bool:
     return start >= 0 and tail[start : start + 4] == b"PK\x06\x07"
 
 
-def _read_end64(fd: int, end: int) -> Sequence[int]:
+def _read_end64(span: Span, end: int) -> Sequence[int]:
     """Where the zip64 end record starts, and its disks, counts, size and offset."""
-    locator = _read_range(fd, max(0, end - _END64_LOCATOR.size), _END64_LOCATOR.size)
+    locator = span.read(max(0, end - _END64_LOCATOR.size), _END64_LOCATOR.size)
     if len(locator) < _END64_LOCATOR.size or locator[:4] != b"PK\x06\x07":
         raise CorruptFileError("the zip directory is damaged (no zip64 locator)")
     start = _END64_LOCATOR.unpack(locator)[2]
     if start + _END64.size > end - _END64_LOCATOR.size:
         raise CorruptFileError("the zip directory is damaged (no zip64 record)")
-    record = _read_range(fd, start, _END64.size)
+    record = span.read(start, _END64.size)
     if record[:4] != b"PK\x06\x06":
         raise CorruptFileError("the zip directory is damaged (no zip64 record)")
     return start, *_END64.unpack(record)[4:]
 
 
-def _parse_directory(directory: bytes, count: int) -> Iterator[_Entry]:
+def _parse_directory(directory: bytes, count: int, start: int) -> Iterator[Entry]:
     at = 0
     for _ in range(count):
         if at + _CENTRAL_HEADER.size > len(directory):
@@ -335,6 +393,7 @@ def _parse_directory(directory: bytes, count: int) -> Iterator[_Entry]:
         ) = _CENTRAL_HEADER.unpack_from(directory, at)  # fmt: skip
         if signature != b"PK\x01\x02":
             raise CorruptFileError("the zip directory is damaged (bad entry)")
+        entry_at = start + at
         at += _CENTRAL_HEADER.size
         name = directory[at : at + name_size]
         at += name_size
@@ -342,7 +401,7 @@ def _parse_directory(directory: bytes, count: int) -> Iterator[_Entry]:
             extra = directory[at : at + extra_size]
             size, stored, offset = _zip64_values(extra, size, stored, offset)
         at += extra_size + comment_size
-        yield _Entry(name, method, flags, crc, stored, size, offset)
+        yield Entry(entry_at, name, method, flags, crc, stored, size, offset)
     if at != len(directory):
         raise CorruptFileError("the zip directory is damaged (its length is another one)")
 
@@ -395,7 +454,7 @@ def read_local_header(header: bytes, name: int, size: int, crc: int) -> int | No
     return int(data_start + extra_size) if agrees else None
 
 
-def _aligned_data_offset(entry: _Entry, alignment: int) -> int:
+def _aligned_data_offset(entry: Entry, alignment: int) -> int:
     """Where torch's writer put a member's bytes: PyTorchStreamWriter pads the local extra field.
 
     Spares one random read per member; the local header is checked when the member is first read.

@@ -13,8 +13,10 @@ from fnmatch import fnmatch
 from streammerge.checkpoint import File, LeftOut
 
 # verl and SkyRL (`optim_`, `extra_state_`), accelerate (`utils/constants.py`), the Trainer of
-# transformers (`trainer.py`). Some are directories, in the format of torch.distributed.checkpoint.
+# transformers (`trainer.py`), NeMo-RL (``optimizer/optim``). Some are directories, in the format of
+# torch.distributed.checkpoint.
 _PATTERNS = (
+    "optim",
     "optim_*",
     "optimizer*",
     "extra_state_*",

@@ -12,6 +12,7 @@ their objects. It cannot reach their attributes: `pickle_machine` has no way to 
 from __future__ import annotations
 
 import reprlib
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeGuard
 
 from streammerge.dtypes import FROM_TORCH, NOT_IN_SAFETENSORS, STORAGES
@@ -472,6 +473,12 @@ _OF_DEEPSPEED: dict[tuple[str, str], object] = {
     ("deepspeed.runtime.zero.config", "ZeroStageEnum"): _ZeroStage,
     ("deepspeed.utils.tensor_fragment", "fragment_address"): FragmentAddress,
 }
+
+
+def allowed(names: Iterable[tuple[str, str]]) -> dict[tuple[str, str], object]:
+    """Some entries of the allow-list, for the pickles of other files: (module, name) -> value."""
+    return {name: _ALLOWED[name] for name in names}
+
 
 _STORAGE_KINDS = {id(kind) for kind in _ALLOWED.values() if isinstance(kind, tuple)}
 

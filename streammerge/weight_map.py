@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
 from streammerge.errors import (
     CheckpointNotFoundError,
     CorruptFileError,
-    SourceError,
-    StreamMergeError,
     UnsupportedError,
+    about,
 )
 from streammerge.header import MAX_HEADER_BYTES
 from streammerge.unpickler import brief
@@ -198,17 +196,6 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 # --- messages ---
-
-
-@contextmanager
-def about(path: str) -> Iterator[None]:
-    """Errors inside are about this file."""
-    try:
-        yield
-    except StreamMergeError as error:
-        raise type(error)(f"{path}: {error}", hint=error.hint) from error
-    except OSError as error:
-        raise SourceError(f"{path}: {error.strerror}") from error
 
 
 def quote(name: str) -> str:

@@ -13,14 +13,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from streammerge import unpickler as stand_ins
 from streammerge.checkpoint import File
-from streammerge.entries import Ints, View, kind_of, quoted, read_view
-from streammerge.errors import CorruptFileError, SourceError, UnsupportedError
+from streammerge.entries import Ints, View, kind_of, quoted, view_of
+from streammerge.errors import (
+    CorruptFileError,
+    UnsupportedError,
+    about,
+)
 from streammerge.rank_readers import share, share_members
 from streammerge.torchfile import TorchFile, read_torch_file
 from streammerge.unpickler import brief
@@ -133,7 +136,7 @@ def read_model_states(path: str) -> ModelStates:
         SourceError: a file that is damaged, or of a kind that cannot be merged.
     """
     source = read_torch_file(path, foreign=True)
-    with _about(path):
+    with about(path):
         root = source.root
         if not isinstance(root, dict) or "module" not in root or "buffer_names" not in root:
             raise CorruptFileError("no model states of DeepSpeed (no 'module', 'buffer_names')")
@@ -184,7 +187,7 @@ def read_optimizer_states(path: str) -> OptimizerStates:
         SourceError: a file that is damaged, or of a kind that cannot be merged.
     """
     source = read_torch_file(path, foreign=True)
-    with _about(path):
+    with about(path):
         root = source.root if isinstance(source.root, dict) else {}
         states = root.get("optimizer_state_dict")
         if not isinstance(states, dict):
@@ -205,15 +208,6 @@ def read_optimizer_states(path: str) -> OptimizerStates:
             fragments=None if _is_reordered(root.get("ds_config")) else _read_fragments(states),
             step=_read_step(states, source),
         )
-
-
-@contextmanager
-def _about(where: str) -> Iterator[None]:
-    """Errors inside are about this file or key."""
-    try:
-        yield
-    except SourceError as error:
-        raise type(error)(f"{where}: {error}", hint=error.hint) from error
 
 
 def _damaged(key: str, value: object) -> CorruptFileError:
@@ -264,10 +258,11 @@ def _read_tensors(key: str, value: object, source: TorchFile) -> dict[str, Local
 
 
 def _read_local(name: str, value: object, source: TorchFile) -> Local:
-    with _about(f"key {quoted(name)}"):
+    with about(f"key {quoted(name)}"):
         if not isinstance(value, stand_ins.StridedTensor):
             raise UnsupportedError(f"is no plain tensor ({kind_of(value)})")
-        dtype, view = read_view(value, source.members, source.file.members.sizes)
+        member = source.members[value.storage.key]
+        dtype, view = view_of(value, member, source.file.members.sizes[member])
         return Local(dtype, value.sizes, view)
 
 

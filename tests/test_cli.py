@@ -171,7 +171,7 @@ def test_the_options_are_these() -> None:
 def test_the_choices_and_defaults_are_these() -> None:
     actions = {action.dest: action for action in merge_parser()._actions}
     assert {name: list(a.choices) for name, a in actions.items() if a.choices} == {
-        "format": ["auto", "fsdp", "bin", "deepspeed", "hf", "hf-bin"],
+        "format": ["auto", "fsdp", "bin", "dcp", "dcp-safetensors", "deepspeed", "hf", "hf-bin"],
         "dtype": ["keep", "auto", "float32", "float16", "bfloat16"],
         "device": ["auto", "cpu", "cuda"],
         "replicas": ["check", "first", "check-all"],

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streammerge import CorruptFileError, UnsupportedError, pickle_machine
-from streammerge.pickle_machine import EndOfPickleError, OddKey, run
+from streammerge.pickle_machine import MAX_CELLS, EndOfPickleError, OddKey, Stream, run, run_stream
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -101,6 +101,94 @@ def test_values_are_those_of_python(
     found = load(data)
     assert found == value
     assert repr(found) == repr(pickle.loads(data))
+
+
+# --- pickles that are read bit by bit ---
+
+
+def load_blocks(data: bytes, size: int, take: Any = None, cells: int = MAX_CELLS) -> Any:
+    """Load a pickle in blocks of `size` bytes."""
+    starts = range(0, len(data), size)
+    blocks = lambda: (data[at : at + size] for at in starts)  # noqa: E731
+    return run_stream(Stream(blocks, take or (lambda key, value: False), cells), find_global)
+
+
+@settings(max_examples=200, derandomize=True, deadline=None, database=None)
+@given(value=_VALUES.filter(is_encodable), protocol=st.integers(2, 5), size=st.integers(1, 40))
+def test_blocks_of_any_size_give_the_same_values(value: object, protocol: int, size: int) -> None:
+    data = pickle.dumps(value, protocol)
+    assert repr(load_blocks(data, size)) == repr(load(data))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 1000])
+def test_places_of_the_memo_are_found_across_blocks(size: int) -> None:
+    rng = random.Random(0)
+    pool: list[Any] = [["j", n] for n in range(300)]
+    value = [rng.choice(pool) for _ in range(1000)] + pool
+    found = load_blocks(pickle.dumps(value, 2), size)
+    assert found == value
+    assert len({id(one) for one in found}) == len(pool)
+
+
+def test_a_pickle_in_blocks_that_is_cut_short() -> None:
+    data = pickle.dumps([{"a": (1, 2.5, "text")}] * 3, 4)
+    for end in range(len(data)):
+        for size in (1, 7, 100):
+            with pytest.raises(EndOfPickleError):
+                load_blocks(data[:end], size)
+
+
+@pytest.mark.parametrize("code", [b"}}K\x01s.", b"K\x01)R.", b"h\x00.", b"K\x01K\x01)s.", b"\xff."])
+def test_what_is_refused_is_refused_in_blocks(code: bytes) -> None:
+    for size in range(1, len(code) + 3):
+        with pytest.raises(CorruptFileError):
+            load_blocks(b"\x80\x02" + code, size)
+
+
+def test_items_can_be_taken_before_they_go_into_a_dict() -> None:
+    taken = []
+
+    def take(key: Any, value: Any) -> bool:
+        if value != 2:
+            taken.append((key, value))
+        return bool(value != 2)
+
+    data = pickle.dumps([{"a": 1, "b": 2, (1, 2): 3}, {"c": {"d": 1}}], 4)
+    assert load_blocks(data, 8, take) == [{"b": 2}, {}]
+    assert taken[:2] == [("a", 1), ((1, 2), 3)]
+    assert taken[2:] == [("d", 1), ("c", {})]
+
+
+class Row:
+    """Becomes what its state says."""
+
+    def set_state(self, state: Any) -> Any:
+        return state["row"]
+
+
+def test_an_object_can_stand_for_another_value() -> None:
+    data = b"\x80\x02ctest\nRow\n)\x81}X\x03\0\0\0rowK\x07sb."
+    found, _ = run(data, 0, lambda module, name: Row, lambda pid: None)
+    assert found == 7
+
+
+def test_blocks_refer_to_nothing_outside() -> None:
+    with pytest.raises(CorruptFileError, match="refers to something outside"):
+        load_blocks(b"\x80\x02NQ.", 4)
+
+
+def test_cells_bound_a_pickle_in_blocks() -> None:
+    data = pickle.dumps([[n] for n in range(20_000)], 4)
+    assert len(load_blocks(data, 4096)) == 20_000
+    with pytest.raises(UnsupportedError, match="holds more than is read"):
+        load_blocks(data, 4096, cells=10_000)
+
+
+def test_a_long_text_takes_few_blocks() -> None:
+    assert load_blocks(pickle.dumps("x" * 3_000_000, 4), 64) == "x" * 3_000_000
+
+
+# --- the memo ---
 
 
 @pytest.mark.parametrize("protocol", [2, 4])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -635,6 +636,43 @@ def test_a_tiling_that_no_straight_cut_divides() -> None:
     check_tiling((3, 3), [Box.whole_shard(*box) for box in [*pinwheel, middle]])
     with pytest.raises(PlacementError, match="8 of the 9"):
         check_tiling((3, 3), [Box.whole_shard(*box) for box in pinwheel])
+
+
+@pytest.mark.parametrize(
+    "grid", [(20_000,), (1, 20_000), (100, 200), (8, 8, 300), (10, 10, 10, 10)]
+)
+def test_the_proof_takes_time_that_grows_with_the_number_of_boxes(grid: tuple[int, ...]) -> None:
+    """All pairs of these would be two hundred million."""
+    shape = tuple(3 * n for n in grid)
+    places = list(itertools.product(*map(range, grid)))
+    boxes = [Box.whole_shard(tuple(3 * i for i in place), (3,) * len(grid)) for place in places]
+    random.Random(0).shuffle(boxes)
+    check_tiling(shape, boxes)
+    index = [2] * len(grid)
+    twice = Box.whole_shard(tuple(index), (1,) * len(grid))
+    with pytest.raises(PlacementError, match="overlap"):
+        check_tiling(shape, [*boxes, twice])
+    last = max(boxes, key=lambda box: box.offsets)
+    with pytest.raises(PlacementError, match=re.escape(f"none of them index {list(last.offsets)}")):
+        check_tiling(shape, [box for box in boxes if box is not last])
+
+
+def test_boxes_with_more_corners_than_there_are_boxes() -> None:
+    half = [Box.whole_shard((at,) + (0,) * 39, (1,) + (2,) * 39) for at in range(2)]
+    check_tiling((2,) * 40, half)
+    small = [Box.whole_shard((at,) * 40, (1,) * 40) for at in range(2)]
+    with pytest.raises(PlacementError, match="chunks cover 2 of the"):
+        check_tiling((2,) * 40, small)
+    with pytest.raises(PlacementError, match="overlap"):
+        check_tiling((2,) * 40, [small[0], *small])
+    with pytest.raises(UnsupportedError, match="300 chunks that are cut in more dims"):
+        check_tiling((2,) * 40, small * 150)
+
+
+def test_a_hole_and_an_overlap_of_the_same_size() -> None:
+    boxes = [((0,), (2,)), ((3,), (2,)), ((3,), (1,))]
+    with pytest.raises(PlacementError, match=r"5 of the 5 elements .* none of them index \[2\]"):
+        check_tiling((5,), [Box.whole_shard(*box) for box in boxes])
 
 
 def test_strides() -> None:

@@ -13,6 +13,7 @@ import random
 import resource
 import struct
 import threading
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -35,6 +36,7 @@ from streammerge import (
 )
 from streammerge.bands import bands
 from streammerge.checkpoint import (
+    Boxes,
     BoxLayout,
     Checkpoint,
     Extents,
@@ -137,7 +139,7 @@ class Maker:
         for box in parts:
             piece = value[region(box.offsets, box.sizes)]
             extents.add(self.file(piece.tobytes()), 0, 0, None, False)
-        layout = BoxLayout(tuple(parts), tuple(range(len(parts))))
+        layout = BoxLayout(Boxes.of(parts, len(shape)), array("i", range(len(parts))))
         return self._add(name, dtype, value, layout, extents)
 
     def checkpoint(self) -> Checkpoint:

@@ -15,6 +15,8 @@ from streammerge.checkpoint import Checkpoint
 from streammerge.errors import CheckpointNotFoundError, StreamMergeError, UsageError
 from streammerge.formats import (
     bin_files,
+    dcp,
+    dcp_safetensors,
     deepspeed,
     rank_files,
     safetensors_files,
@@ -53,6 +55,8 @@ class Format(Protocol):
 FORMATS: tuple[Format, ...] = (
     rank_files,
     bin_files,
+    dcp,
+    dcp_safetensors,
     deepspeed,
     safetensors_files,
     torch_files,

@@ -22,6 +22,7 @@ from streammerge.errors import (
     SourceError,
     UnsupportedError,
     UsageError,
+    about,
 )
 from streammerge.header import (
     INDEX_FILE,
@@ -33,7 +34,6 @@ from streammerge.header import (
 from streammerge.unpickler import brief
 from streammerge.weight_map import (
     START_BYTES,
-    about,
     check_places,
     check_start,
     find_weights,
@@ -139,6 +139,12 @@ def read_file(path: str) -> tuple[File, list[Entry]]:
         CorruptFileError: cut short, damaged, or no safetensors file.
         UnsupportedError: an unknown dtype.
     """
+    file, entries, _ = read_file_with_metadata(path)
+    return file, entries
+
+
+def read_file_with_metadata(path: str) -> tuple[File, list[Entry], dict[str, str]]:
+    """As `read_file`, with the free-form metadata of the header."""
     with about(path):
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -147,7 +153,7 @@ def read_file(path: str) -> tuple[File, list[Entry]]:
         finally:
             os.close(fd)
         data_start = _LENGTH_BYTES + len(text)
-        entries = _parse_header(text)
+        entries, metadata = _parse_header(text)
         needed = data_start + (entries[-1].end if entries else 0)
         if status.st_size < needed:
             raise CorruptFileError(f"cut short: has {status.st_size:,} bytes, needs {needed:,}")
@@ -158,7 +164,8 @@ def read_file(path: str) -> tuple[File, list[Entry]]:
     members = Members()
     for entry in entries:
         members.add(-1, data_start + entry.begin, entry.end - entry.begin, 0)
-    return File(path, status.st_size, status.st_mtime_ns, status.st_ino, members), entries
+    file = File(path, status.st_size, status.st_mtime_ns, status.st_ino, members)
+    return file, entries, metadata
 
 
 def _raise_nothing_found(directory: str) -> NoReturn:
@@ -209,8 +216,8 @@ def _read_header(fd: int, size: int) -> bytes:
 # --- what a header says ---
 
 
-def _parse_header(text: bytes) -> list[Entry]:
-    """The tensors in the order of their bytes, which are proven to leave no gap."""
+def _parse_header(text: bytes) -> tuple[list[Entry], dict[str, str]]:
+    """The tensors in the order of their bytes, which are proven to leave no gap; the metadata."""
     header = parse_object(text, _parse_natural)
     metadata = header.pop(METADATA_KEY, {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
@@ -231,7 +238,7 @@ def _parse_header(text: bytes) -> list[Entry]:
                 f"end at {end:,}"
             )
         end = entry.end
-    return entries
+    return entries, metadata
 
 
 def _parse_entry(name: str, info: object) -> Entry:
