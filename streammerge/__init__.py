@@ -14,6 +14,7 @@ for arithmetic.
 
 from __future__ import annotations
 
+from streammerge.adaptation import Adaptation
 from streammerge.checkpoint import Checkpoint, Tensor
 from streammerge.errors import (
     CheckpointNotFoundError,
@@ -21,6 +22,7 @@ from streammerge.errors import (
     InconsistentRanksError,
     NoSpaceError,
     PlacementError,
+    ProcessesError,
     ReplicaMismatchError,
     ResultError,
     SourceChangedError,
@@ -32,8 +34,10 @@ from streammerge.errors import (
     UnsupportedError,
     UsageError,
 )
+from streammerge.execution import Report, compare
 from streammerge.formats import describe
-from streammerge.pipeline import Adaptation, Progress, Report, compare, merge, plan, verify, write
+from streammerge.phases import Progress
+from streammerge.pipeline import merge, plan, verify, write
 from streammerge.planner import Plan
 from streammerge.replicas import Comparison, Difference, merge_non_dtensor_shards
 from streammerge.verifier import Verification
@@ -51,6 +55,7 @@ __all__ = [
     "NoSpaceError",
     "PlacementError",
     "Plan",
+    "ProcessesError",
     "Progress",
     "ReplicaMismatchError",
     "Report",

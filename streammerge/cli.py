@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from types import FrameType
 from typing import Any, NoReturn
@@ -28,8 +28,10 @@ from streammerge.checks.directory import check_directory
 from streammerge.checks.findings import first_error
 from streammerge.checks.model import check_model
 from streammerge.errors import StreamMergeError, TargetError, UsageError
+from streammerge.execution import check_plan_target
 from streammerge.formats import describe
-from streammerge.pipeline import check_plan_target, merge, plan, verify
+from streammerge.pipeline import merge, plan, verify
+from streammerge.processes import Processes, SaidElsewhere, Terminated, join
 from streammerge.progress import ProgressDisplay
 from streammerge.render import (
     checkpoint_json,
@@ -76,10 +78,6 @@ exit codes: 0 done, 1 failed, 2 wrong usage, 3 contents differ, 130 interrupted,
 """
 
 
-class _Terminated(BaseException):
-    """SIGTERM, as an exception, so that everything is cleaned up."""
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line.
 
@@ -103,21 +101,20 @@ def main(argv: Sequence[str] | None = None) -> int:
             return code
     except SystemExit as error:  # argparse, after --help
         return int(error.code or 0)
+    except SaidElsewhere as elsewhere:
+        if debug:
+            traceback.print_exception(elsewhere.error)
+        return _exit_code(elsewhere.error)
     except StreamMergeError as error:
         if debug:
             traceback.print_exc()
-        return _fail(
-            str(error),
-            error.hint,
-            as_json,
-            EXIT_USAGE if isinstance(error, UsageError) else EXIT_FAILED,
-        )
+        return _fail(str(error), error.hint, as_json, _exit_code(error))
     except KeyboardInterrupt as error:
         # A merge or an upload says itself what is done already, if anything is.
         message = str(error) or "interrupted; nothing was published"
         with _SignalsIgnored():  # a second Ctrl-C says nothing new
             return _fail(message, None, as_json, EXIT_INTERRUPTED)
-    except _Terminated as error:
+    except Terminated as error:
         message = str(error) or "terminated; nothing was published"
         with _SignalsIgnored():
             return _fail(message, None, as_json, EXIT_TERMINATED)
@@ -136,7 +133,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
 
 
-def _merge(args: argparse.Namespace) -> int:
+def _exit_code(error: BaseException) -> int:
+    if isinstance(error, KeyboardInterrupt):
+        return EXIT_INTERRUPTED
+    if isinstance(error, Terminated):
+        return EXIT_TERMINATED
+    return EXIT_USAGE if isinstance(error, UsageError) else EXIT_FAILED
+
+
+def _merge(args: argparse.Namespace, processes: Processes) -> int:
     *sources, target = args.paths
     if not sources:
         raise UsageError(
@@ -146,13 +151,11 @@ def _merge(args: argparse.Namespace) -> int:
     if args.private and not args.push_to_hub:
         raise UsageError("--private goes with --push-to-hub")
     if args.dry_run:
-        return _dry_run(args, sources, target)
-    if args.push_to_hub:
+        return _dry_run(args, sources, target) if processes.first else EXIT_DONE
+    if args.push_to_hub and processes.first:
         # Hours of merging should not end without a token.
         check_upload(args.push_to_hub, private=args.private)
-    # Threads are ours; a pool inside torch on top of them would only add memory.
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    with _progress(args) as progress:
+    with _progress(args, processes) as progress:
         report = merge(
             sources,
             target,
@@ -164,8 +167,11 @@ def _merge(args: argparse.Namespace) -> int:
             overwrite=args.overwrite,
             restart=args.restart,
             progress=progress,
-            **_planning(args),
+            processes=processes,
+            **_planning(args, processes),
         )
+    if not processes.first:
+        return EXIT_DONE
     for line in difference_lines(report.comparison) if report.comparison else ():
         _warn(line)  # also with --quiet
     for line in crc_lines(report.crcs) if report.crcs else ():
@@ -184,8 +190,11 @@ def _merge(args: argparse.Namespace) -> int:
     return EXIT_DONE
 
 
-def _progress(args: argparse.Namespace) -> AbstractContextManager[ProgressDisplay | None]:
+def _progress(
+    args: argparse.Namespace, processes: Processes | None = None
+) -> AbstractContextManager[ProgressDisplay | None]:
     silent = args.quiet or sys.stderr is None or (args.json and not sys.stderr.isatty())
+    silent = silent or (processes is not None and not processes.first)
     return nullcontext() if silent else ProgressDisplay(sys.stderr)
 
 
@@ -201,12 +210,12 @@ def _reading(args: argparse.Namespace) -> dict[str, Any]:
     return {"format": args.format, "options": options}
 
 
-def _planning(args: argparse.Namespace) -> dict[str, Any]:
+def _planning(args: argparse.Namespace, processes: Processes) -> dict[str, Any]:
     """The arguments of `plan`."""
     return {
         "max_shard_size": args.max_shard_size,
         "memory": args.memory,
-        "workers": args.workers,
+        "workers": processes.default_workers if args.workers is None else args.workers,
         **_adaptation(args),
     }
 
@@ -237,7 +246,7 @@ def _describe(
 
 
 def _dry_run(args: argparse.Namespace, sources: list[str], target: str) -> int:
-    decided = plan(_describe(args, sources, target), **_planning(args))
+    decided = plan(_describe(args, sources, target), **_planning(args, Processes()))
     path, refusal = os.path.abspath(target), None
     try:
         path = resolve_target(target)
@@ -271,7 +280,6 @@ def _verify(args: argparse.Namespace) -> int:
     adaptation = _adaptation(args)
     if args.dtype is None:
         del adaptation["dtype"]
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     with _progress(args) as progress:
         found = verify(
             reference,
@@ -323,12 +331,19 @@ def _upload(args: argparse.Namespace) -> int:
     return EXIT_DONE
 
 
+def _by_first(
+    command: Callable[[argparse.Namespace], int],
+) -> Callable[[argparse.Namespace, Processes], int]:
+    """A command that of several processes only the first carries out."""
+    return lambda args, processes: command(args) if processes.first else EXIT_DONE
+
+
 _COMMANDS = {
     "merge": (merge_parser, _merge),
-    "inspect": (inspect_parser, _inspect),
-    "verify": (verify_parser, _verify),
-    "check": (check_parser, _check),
-    "upload": (upload_parser, _upload),
+    "inspect": (inspect_parser, _by_first(_inspect)),
+    "verify": (verify_parser, _by_first(_verify)),
+    "check": (check_parser, _by_first(_check)),
+    "upload": (upload_parser, _by_first(_upload)),
 }
 
 
@@ -348,12 +363,15 @@ def _dispatch(arguments: list[str]) -> int:
     arguments = arguments[:at] + arguments[at + 1 :]
     # parse_intermixed_args takes names after "--" for options all the same.
     end = arguments.index("--") if "--" in arguments else len(arguments)
-    parser = make_parser()
-    args = parser.parse_intermixed_args(arguments[:end])
-    args.paths = [*args.paths, *arguments[end + 1 :]]
-    if not args.paths:
-        parser.error("no directory given")
-    return command(args)
+    # Threads are ours; a pool inside torch on top of them would only add memory.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    with join() as processes:
+        parser = make_parser()
+        args = parser.parse_intermixed_args(arguments[:end])
+        args.paths = [*args.paths, *arguments[end + 1 :]]
+        if not args.paths:
+            parser.error("no directory given")
+        return command(args, processes)
 
 
 def _print_json(value: object) -> None:
@@ -389,7 +407,7 @@ class _SignalsIgnored:
 
 
 class _SigtermAsException:
-    """Raises `_Terminated` on SIGTERM inside the block (in the main thread)."""
+    """Raises `Terminated` on SIGTERM inside the block (in the main thread)."""
 
     def __enter__(self) -> None:
         self._previous: object = None
@@ -397,9 +415,9 @@ class _SigtermAsException:
             self._previous = signal.signal(signal.SIGTERM, self._raise)
 
     def __exit__(self, *_: object) -> None:
-        if self._previous is not None:
+        if self._previous is not None and signal.getsignal(signal.SIGTERM) == self._raise:
             signal.signal(signal.SIGTERM, self._previous)  # type: ignore[arg-type]
 
     @staticmethod
     def _raise(number: int, frame: FrameType | None) -> NoReturn:
-        raise _Terminated
+        raise Terminated

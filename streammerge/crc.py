@@ -34,8 +34,8 @@ class CrcReport:
     """What `check_crcs` did.
 
     Attributes:
-        members: how many have the CRC-32 that was stored, with those that were done before.
-        nbytes: bytes of those that were read for it.
+        members: how many were compared with their CRC-32.
+        nbytes: bytes of them.
         without: the files with members that carry none, and how many.
     """
 
@@ -103,7 +103,7 @@ def check_crcs(
     nbytes = run(
         _alternate(_streams(checkpoint, needed, done), workers), make_worker, workers, on_progress
     )
-    return CrcReport(checked + sum(map(len, done.values())), nbytes, _without(checkpoint, needed))
+    return CrcReport(checked, nbytes, _without(checkpoint, needed))
 
 
 def crc_amount(checkpoint: Checkpoint, done: Done | None = None) -> int:

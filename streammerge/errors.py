@@ -13,10 +13,11 @@
     │   ├── PlacementError          local shards that their placements do not give, or gaps
     │   ├── ReplicaMismatchError    copies of one value that differ between ranks
     │   └── SourceChangedError      a file that changed while it was read
-    └── TargetError                 what is written
-        ├── TargetPathError         a target that is in the way, a link, or a folder that is read
-        ├── NoSpaceError            too little room on the disk
-        └── ResultError             what was written is not what was planned
+    ├── TargetError                 what is written
+    │   ├── TargetPathError         a target that is in the way, a link, or a folder that is read
+    │   ├── NoSpaceError            too little room on the disk
+    │   └── ResultError             what was written is not what was planned
+    └── ProcessesError              another process of the merge is gone, or does not fit
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ __all__ = [
     "InconsistentRanksError",
     "NoSpaceError",
     "PlacementError",
+    "ProcessesError",
     "ReplicaMismatchError",
     "ResultError",
     "SourceChangedError",
@@ -114,6 +116,10 @@ class NoSpaceError(TargetError):
 
 class ResultError(TargetError):
     """What was written is not what was planned, as the disk has it now."""
+
+
+class ProcessesError(StreamMergeError):
+    """Another process of the same merge is gone, cannot be reached, or merges something else."""
 
 
 def _printable(text: str) -> str:

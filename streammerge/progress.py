@@ -7,7 +7,7 @@ import time
 from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
-from streammerge.pipeline import Progress
+from streammerge.phases import Progress
 from streammerge.render import size
 
 if TYPE_CHECKING:

@@ -34,6 +34,7 @@ from streammerge.target import JOURNAL, moved_entries, staging_path, why_fixed
 
 _RESULT = "merged"
 _OLD = "old"
+_TOKEN = "token"
 _JOB = "job"  # the first record of a journal: a fingerprint
 _GO_ON = "the same command goes on where it stopped"
 _RENAME_EXCHANGE = 2
@@ -48,6 +49,7 @@ class Staging:
         .DST.streammerge/    beside DST, or DST/.streammerge
             merged/          what becomes DST
             journal          the job, and what is done
+            token            written where several processes merge
             old/             the former DST, while merged/ takes its place
 
     A context manager. It takes over what an interrupted merge of the same job left. Where the block
@@ -86,6 +88,20 @@ class Staging:
         self._made: list[str] = []
         self._ours = False  # not another merge's, nor another job's
         self._published = False
+
+    def write_token(self, token: str) -> None:
+        """Leave something by which other processes know that they see this staging directory.
+
+        Raises:
+            TargetError: an error of writing.
+        """
+        try:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+            fd = os.open(os.path.join(self.path, _TOKEN), flags, 0o666)
+            with open(fd, "w", encoding="ascii") as file:
+                file.write(token)
+        except OSError as error:
+            raise writing_error(self.path, error) from error
 
     @property
     def warning(self) -> str | None:
@@ -289,6 +305,21 @@ def _in_moving_order(names: Collection[str]) -> list[str]:
         return name == INDEX_FILE or (weights and not indexed), not weights, name
 
     return sorted(names, key=turn)
+
+
+def sees_token(result: str, token: str) -> bool:
+    """Whether a process sees the `Staging` of another one, not one of the same path elsewhere.
+
+    Args:
+        result: its `result`.
+        token: what it has written.
+    """
+    path = os.path.join(os.path.dirname(result), _TOKEN)
+    try:
+        with open(path, encoding="ascii", errors="replace") as file:
+            return file.read(len(token) + 1) == token
+    except OSError:
+        return False
 
 
 # --- system calls ---

@@ -11,8 +11,8 @@ from streammerge.changes import Change
 from streammerge.checkpoint import Checkpoint, MeshLayout, Skipped, Tensor
 from streammerge.checks.findings import Finding
 from streammerge.crc import CrcReport
+from streammerge.execution import Report
 from streammerge.header import INDEX_FILE
-from streammerge.pipeline import Report
 from streammerge.planner import Plan
 from streammerge.replicas import Comparison
 from streammerge.upload import Upload

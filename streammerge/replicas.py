@@ -1,7 +1,8 @@
 """Compares what should be equal on several ranks, before anything is written.
 
 Raw bits are compared (a NaN equals the same NaN), in pieces that fit the buffer budget: bytes as
-they are, or with ``torch.equal`` on integer views where torch is at hand.
+they are, or with ``torch.equal`` on integer views where torch is at hand. Several processes share
+the work, and then what they have found.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import math
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -19,7 +21,9 @@ from streammerge.dtypes import ITEMSIZE
 from streammerge.errors import ReplicaMismatchError, UsageError
 from streammerge.evaluate import band_numel, buffer_nbytes
 from streammerge.parallel import STACK_SIZE, TORCH_STACK_SIZE, Team, run
+from streammerge.processes import Processes
 from streammerge.reader import BandBuffer, read_shard
+from streammerge.shares import owner
 from streammerge.sources import Sources
 from streammerge.values import Stored
 
@@ -31,6 +35,7 @@ DEVICES = ("auto", "cpu", "cuda")
 
 # With less to compare, importing torch and moving the bytes costs more than comparing them here.
 _WORTH_A_GPU = 1 << 30
+_PART_SIZE = 32 << 20  # bytes of one copy that a process compares with the others
 
 # Whether the buffer begins with the piece.
 Equal = Callable[[bytearray, memoryview], bool]
@@ -83,9 +88,16 @@ class _Found:
 
 @dataclass(frozen=True, slots=True)
 class _Job:
+    """A part of a chunk, to be compared between slots."""
+
     tensor: Tensor
     chunk: Chunk
     slots: tuple[int, ...]
+    part: Band
+
+    @property
+    def nbytes(self) -> int:
+        return self.part.numel * ITEMSIZE[self.tensor.dtype] * len(self.slots)
 
 
 def merge_non_dtensor_shards(key: str, shards: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -131,6 +143,7 @@ def compare_replicas(
     buffer_size: int,
     workers: int,
     on_progress: Callable[[int], None] | None = None,
+    processes: Processes | None = None,
 ) -> Comparison:
     """Compare the copies that ranks hold of the same values.
 
@@ -144,7 +157,9 @@ def compare_replicas(
         device: one of `DEVICES`.
         buffer_size: bytes of buffer per worker; two pieces share it.
         workers: number of threads.
-        on_progress: called now and then, in this thread, with the bytes compared so far.
+        on_progress: called now and then, in this thread, with the bytes compared so far by this
+            process.
+        processes: those that share the work; each gets the same result.
 
     Raises:
         UsageError: an unknown mode or device, or ``cuda`` without a GPU.
@@ -157,7 +172,16 @@ def compare_replicas(
     tensors, nbytes = replica_amount(checkpoint, mode)
     place = _choose_device(device, nbytes)
     equal = _torch_equal(place) if place == "cuda" or sys.modules.get("torch") else _bytes_equal
+    processes = processes or Processes()
     differing: dict[str, dict[int, _Found]] = {}
+    lock = threading.Lock()
+    done = 0
+
+    def advance(nbytes: int) -> None:
+        nonlocal done
+        done = nbytes
+        if on_progress is not None:
+            on_progress(nbytes)
 
     def make_worker(team: Team) -> Callable[[_Job], None]:
         first, other = BandBuffer(0), BandBuffer(0)
@@ -165,19 +189,25 @@ def compare_replicas(
         def work(job: _Job) -> None:
             nonlocal first, other
             value = Stored(job.tensor)
-            numel = min(math.prod(job.chunk.box.sizes), band_numel(value, buffer_size // 2))
+            numel = min(job.part.numel, band_numel(value, buffer_size // 2))
             needed = buffer_nbytes(value, numel)
             if len(first) < needed:
                 first, other = BandBuffer(needed), BandBuffer(needed)
             found = _compare(job, numel, sources, first, other, equal, team)
             if found:
-                differing.setdefault(job.tensor.name, {}).update(found)
+                with lock:
+                    _merge(differing, {job.tensor.name: found})
 
         return work
 
     if tensors:
         stack = STACK_SIZE if equal is _bytes_equal else TORCH_STACK_SIZE
-        run(_jobs(checkpoint, mode), make_worker, min(workers, tensors), on_progress, stack)
+        jobs = _share(checkpoint, mode, nbytes, processes)
+        run(jobs, make_worker, min(workers, tensors), advance, stack)
+    for found in processes.exchange(_as_lists(differing), meanwhile=lambda: advance(done)):
+        _merge(differing, _from_lists(found))
+    if tensors:
+        advance(done)  # now it is known what all have done
     differences = tuple(
         _difference(tensor, differing.get(tensor.name, {}))
         for tensor in checkpoint.tensors
@@ -192,19 +222,32 @@ def replica_amount(checkpoint: Checkpoint, mode: str) -> tuple[int, int]:
     """How many tensors `compare_replicas` compares, and how many bytes it reads for it."""
     names = set()
     nbytes = 0
-    for job in _jobs(checkpoint, mode):
-        names.add(job.tensor.name)
-        nbytes += math.prod(job.chunk.box.sizes) * ITEMSIZE[job.tensor.dtype] * len(job.slots)
+    for tensor, chunk, slots in _copies(checkpoint, mode):
+        names.add(tensor.name)
+        nbytes += math.prod(chunk.box.sizes) * ITEMSIZE[tensor.dtype] * len(slots)
     return len(names), nbytes
 
 
-def _jobs(checkpoint: Checkpoint, mode: str) -> Iterator[_Job]:
+def _share(checkpoint: Checkpoint, mode: str, nbytes: int, processes: Processes) -> Iterator[_Job]:
+    """What this process compares, of so many bytes. Does not depend on the size of buffers."""
+    at = 0
+    for tensor, chunk, slots in _copies(checkpoint, mode):
+        box, itemsize = chunk.box, ITEMSIZE[tensor.dtype]
+        for part in bands(box.sizes, itemsize, _PART_SIZE, box.offsets):
+            job = _Job(tensor, chunk, slots, part)
+            if owner(at, job.nbytes, nbytes, processes.size) == processes.rank:
+                yield job
+            at += job.nbytes
+
+
+def _copies(checkpoint: Checkpoint, mode: str) -> Iterator[tuple[Tensor, Chunk, tuple[int, ...]]]:
+    """The chunks that are compared, with the slots that hold copies."""
     for tensor in checkpoint.tensors:
         for chunk in tensor.chunks():
             everything = mode == "check-all"
             slots = chunk.replicas if everything else tensor.layout.undeclared(chunk)
             if len(slots) > 1:
-                yield _Job(tensor, chunk, slots)
+                yield tensor, chunk, slots
 
 
 def _compare(
@@ -217,11 +260,11 @@ def _compare(
     team: Team,
 ) -> dict[int, _Found]:
     """The ranks whose copy differs, with where it first does, in bands of `numel` elements."""
-    tensor, chunk = job.tensor, job.chunk
+    tensor = job.tensor
     itemsize = ITEMSIZE[tensor.dtype]
     ranks = tensor.layout.ranks
     found: dict[int, _Found] = {}
-    for band in bands(chunk.box.sizes, itemsize, numel * itemsize, chunk.box.offsets):
+    for band in bands(job.part.sizes, itemsize, numel * itemsize, job.part.offsets):
         nbytes = band.numel * itemsize
         _read_copy(job, job.slots[0], band, sources, first)
         team.advance(nbytes)
@@ -233,6 +276,32 @@ def _compare(
                     found[ranks[slot]] = _Found(ranks[job.slots[0]], index)
             team.advance(nbytes)
     return found
+
+
+def _merge(into: dict[str, dict[int, _Found]], found: dict[str, dict[int, _Found]]) -> None:
+    """Add what was found elsewhere; of several places in a tensor the first one stays."""
+    for name, ranks in found.items():
+        known = into.setdefault(name, {})
+        for rank, place in ranks.items():
+            known[rank] = min(known.get(rank, place), place, key=lambda found: found.index)
+
+
+_Lists = list[tuple[str, list[tuple[int, int, tuple[int, ...]]]]]
+
+
+def _as_lists(differing: dict[str, dict[int, _Found]]) -> _Lists:
+    """What was found, for JSON."""
+    return [
+        (name, [(rank, place.first_rank, place.index) for rank, place in ranks.items()])
+        for name, ranks in differing.items()
+    ]
+
+
+def _from_lists(lists: _Lists) -> dict[str, dict[int, _Found]]:
+    return {
+        name: {rank: _Found(first_rank, tuple(index)) for rank, first_rank, index in ranks}
+        for name, ranks in lists
+    }
 
 
 def _read_copy(job: _Job, slot: int, band: Band, sources: Sources, buffer: BandBuffer) -> None:

@@ -4,6 +4,9 @@ Ranges that are contiguous on both sides are copied by the kernel, or through a 
 that turns out to be faster; the rest goes through bands, one buffer per thread. Files have their
 full size from the start, so threads work on separate ranges, and the disk writes what is copied
 already while the rest is copied.
+
+Several processes may each write a share of the same files. Bands are the same whatever the share:
+each process writes the part of them that lies in it.
 """
 
 from __future__ import annotations
@@ -14,21 +17,31 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from streammerge.adapt import Output
 from streammerge.arithmetic import import_torch, one_torch_thread
 from streammerge.bands import Band, copy_steps
-from streammerge.errors import ResultError, SourceError, TargetError, writing_error
+from streammerge.errors import (
+    ResultError,
+    SourceError,
+    TargetError,
+    TargetPathError,
+    writing_error,
+)
 from streammerge.evaluate import buffer_nbytes, evaluate, value_bands
 from streammerge.header import tensor_nbytes
-from streammerge.journal import Journal, Written
+from streammerge.journal import Written
 from streammerge.parallel import STACK_SIZE, TORCH_STACK_SIZE, Team, run, start_threads
 from streammerge.planner import OutputFile, Plan
+from streammerge.publisher import Staging
 from streammerge.reader import BandBuffer, full_band, local_parts
+from streammerge.shares import FileRange
 from streammerge.sources import Sources
 from streammerge.values import Fold, Stored, needs_torch
 
@@ -46,13 +59,17 @@ _FALLBACK = {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EP
 
 @dataclass(slots=True)
 class _Target:
-    """An output file that is being filled: `size` bytes, of which the first are `header`."""
+    """An output file of `size` bytes, of which the first are `header`, that is being filled.
+
+    This process fills the bytes from `part.start` to `part.stop`.
+    """
 
     name: str
     path: str
     fd: int
     size: int
     header: bytes
+    part: FileRange
     pending: int = 0
     complete: bool = False
     unsynced: int = 0
@@ -103,64 +120,133 @@ class _BandJob:
         return sum(band.numel for band in self.bands) * tensor_nbytes(self.output.dtype, ())
 
 
+def create_files(plan: Plan, directory: str, kept: Collection[str] = ()) -> None:
+    """Make the files of weights, in full size, with nothing in them but their headers.
+
+    Before several processes write to them, that is: an NFS client that has once looked for a name
+    in vain may go on for a minute to say that it is not there.
+
+    Args:
+        plan: what will be written.
+        directory: where to; holds nothing but what is kept.
+        kept: names of files that are there already.
+
+    Raises:
+        TargetError: an error of writing.
+    """
+    for file in plan.files:
+        if file.name not in kept:
+            _create(directory, file.name, file.size, file.header).close()
+
+
 def write_files(
     plan: Plan,
     directory: str,
     sources: Sources,
-    journal: Journal,
+    share: Sequence[FileRange],
     *,
-    kept: Collection[str] = (),
+    made: Callable[[], bool] | None,
+    finished: Callable[[int], None],
     on_progress: Callable[[int], None] | None = None,
     device: str = "cpu",
-) -> None:
-    """Write the files of a plan. Each is flushed to the disk, checked, and then recorded.
+) -> int:
+    """Write files, or parts of them.
 
     Args:
         plan: what to write.
-        directory: where to; holds nothing but what is kept.
-        sources: the files of the plan's checkpoint, then its side files.
-        journal: names the finished files.
-        kept: names of files that are there already.
+        directory: where to.
+        sources: the files of the plan's checkpoint.
+        share: which parts of `Plan.files`, at most one of each file.
+        made: whether what `create_files` has made is still there, and not another merge's. None if
+            nothing is made yet: each file is made when it is begun.
+        finished: called with the index of each file whose part is on the disk, in another thread.
         on_progress: called now and then, in this thread, with the tensor bytes written so far.
         device: where LoRA folds are computed, ``cpu`` or ``cuda``.
+
+    Returns:
+        The tensor bytes that were written.
 
     Raises:
         SourceError: a source that cannot be read, is damaged or has changed.
         TargetError: the disk is full, or another error of writing.
     """
-    files = [file for file in plan.files if file.name not in kept]
-    arithmetic = any(needs_torch(output.value) for file in files for output in file.outputs)
+    outputs = [output for part in share for output, _ in _outputs_in(plan, part)]
+    arithmetic = any(needs_torch(output.value) for output in outputs)
     if arithmetic:
         import_torch(
             "converting dtypes or folding adapters",
             hint="install torch, or write what is stored with --raw",
         )
-    there = plan.nbytes - sum(output.nbytes for file in files for output in file.outputs)
-
-    def advance(nbytes: int) -> None:
-        if on_progress is not None:
-            on_progress(there + nbytes)
-
     targets: list[_Target] = []
     try:
-        with _Syncer(journal) as syncer, one_torch_thread() if arithmetic else nullcontext():
-            run(
-                _jobs(plan, files, directory, targets, syncer),
+        with _Syncer(finished) as syncer, one_torch_thread() if arithmetic else nullcontext():
+            return run(
+                _jobs(plan, share, directory, made, targets, syncer),
                 partial(_make_worker, plan, sources, syncer, _Contest(), device),
                 plan.workers,
-                advance,
+                on_progress,
                 TORCH_STACK_SIZE if arithmetic else STACK_SIZE,
             )
     finally:
         for target in targets:
             target.close()
-    journal.record_written(*_write_side_files(plan, directory, sources, kept))
+
+
+class Completion:
+    """Counts the parts of files that several processes have written, and records whole files.
+
+    Args:
+        plan: what is written.
+        staging: where to. Its journal gets each file that is complete, after a look at its size
+            and header.
+        shares: what each process writes.
+    """
+
+    def __init__(self, plan: Plan, staging: Staging, shares: Sequence[Sequence[FileRange]]) -> None:
+        self._plan = plan
+        self._directory = staging.result
+        self._journal = staging.journal
+        self._lock = threading.Lock()
+        self._missing = {(rank, part.file) for rank, share in enumerate(shares) for part in share}
+        self._parts = Counter(file for _, file in self._missing)
+
+    def add(self, rank: int, files: Iterable[int]) -> None:
+        """A process has its parts of these files on the disk. It may be said more than once.
+
+        Raises:
+            TargetError: a file is complete, but not what was written.
+        """
+        for index in files:
+            with self._lock:
+                if (rank, index) not in self._missing:
+                    continue
+                self._missing.remove((rank, index))
+                self._parts[index] -= 1
+                complete = self._parts[index] == 0
+            if complete:
+                file = self._plan.files[index]
+                path = os.path.join(self._directory, *file.name.split("/"))
+                self._journal.record_written(_check(path, file.name, file.size, file.header))
+
+    def add_told(self, told: Sequence[Mapping[str, Any]]) -> None:
+        """The same, of all processes: each tells, as ``written``, which parts it has written."""
+        for rank, state in enumerate(told):
+            self.add(rank, state.get("written", ()))
+
+
+def _outputs_in(plan: Plan, part: FileRange) -> Iterator[tuple[Output, int]]:
+    """The tensors that lie in a part of a file, also if only partly, with their offsets."""
+    file = plan.files[part.file]
+    for output, offset in zip(file.outputs, file.offsets, strict=True):
+        if offset < part.stop and offset + output.nbytes > part.start:
+            yield output, offset
 
 
 def _jobs(
     plan: Plan,
-    files: Sequence[OutputFile],
+    share: Sequence[FileRange],
     directory: str,
+    made: Callable[[], bool] | None,
     targets: list[_Target],
     syncer: _Syncer,
 ) -> Iterator[_CopyJob | _BandJob]:
@@ -169,13 +255,19 @@ def _jobs(
     File systems let one thread at a time write to a file, so the next job is always of the file
     that the fewest workers are busy with. Each file that is opened is added to `targets`.
     """
-    waiting = iter(files)
+    waiting = iter(share)
     streams: list[tuple[_Target, Iterator[_CopyJob | _BandJob]]] = []
     while True:
-        while len(streams) < plan.workers and (file := next(waiting, None)) is not None:
-            target = _create(directory, file.name, file.size, file.header)
+        while len(streams) < plan.workers and (part := next(waiting, None)) is not None:
+            file = plan.files[part.file]
+            if made is None:
+                target = _create(directory, file.name, file.size, file.header, part)
+            elif made():
+                target = _open(directory, file, part)
+            else:
+                raise TargetPathError(f"{directory}: another merge has taken its place")
             targets.append(target)
-            streams.append((target, _file_jobs(plan, file, target)))
+            streams.append((target, _file_jobs(plan, part, target)))
         if not streams:
             return
         stream = min(streams, key=lambda stream: stream[0].pending)
@@ -194,15 +286,15 @@ def _jobs(
             yield job
 
 
-def _file_jobs(plan: Plan, file: OutputFile, target: _Target) -> Iterator[_CopyJob | _BandJob]:
+def _file_jobs(plan: Plan, part: FileRange, target: _Target) -> Iterator[_CopyJob | _BandJob]:
     batch: list[_Range] = []
     batch_size = 0
-    for output, offset in zip(file.outputs, file.offsets, strict=True):
+    for output, offset in _outputs_in(plan, part):
         ranges = _copy_ranges(output, offset)
         if ranges is None:
             yield from _band_jobs(target, output, offset, plan.buffer_size)
             continue
-        for piece in ranges:
+        for piece in _clip(ranges, part):
             batch.append(piece)
             batch_size += piece.nbytes
             if len(batch) >= _BATCH_COUNT or batch_size >= _BATCH_SIZE:
@@ -253,6 +345,17 @@ def _join(first: _Range, second: _Range) -> _Range | None:
     return _Range(first.file, first.member, first.start, first.offset, nbytes)
 
 
+def _clip(ranges: Iterable[_Range], part: FileRange) -> Iterator[_Range]:
+    """What of some copies lies in a part of the file."""
+    for piece in ranges:
+        before = max(0, part.start - piece.offset)
+        nbytes = min(piece.nbytes, part.stop - piece.offset) - before
+        if nbytes > 0:
+            yield _Range(
+                piece.file, piece.member, piece.start + before, piece.offset + before, nbytes
+            )
+
+
 def _band_jobs(
     target: _Target, output: Output, offset: int, buffer_size: int
 ) -> Iterator[_BandJob]:
@@ -261,8 +364,10 @@ def _band_jobs(
     remaining = value_bands(output.value, buffer_size)
     while some := tuple(itertools.islice(remaining, count)):
         job = _BandJob(target, output, some, offset)
-        yield job
-        offset += job.nbytes
+        end = offset + job.nbytes
+        if offset < target.part.stop and end > target.part.start:
+            yield job
+        offset = end
 
 
 def _make_worker(
@@ -290,13 +395,17 @@ def _make_worker(
             contest.record(by_kernel, job.nbytes, time.perf_counter() - started)
         else:
             offset = job.offset
+            _, start, stop = job.target.part
             for band in job.bands:
-                make_room(buffer_nbytes(job.output.value, band.numel))
-                data = evaluate(job.output.value, band, sources, buffer, device)
-                with job.target.writing:
-                    _write(job.target, data, offset)
-                offset += len(data)
-                team.advance(len(data))
+                end = offset + band.numel * tensor_nbytes(job.output.dtype, ())
+                if offset < stop and end > start:
+                    make_room(buffer_nbytes(job.output.value, band.numel))
+                    data = evaluate(job.output.value, band, sources, buffer, device)
+                    data = data[max(0, start - offset) : stop - offset]
+                    with job.target.writing:
+                        _write(job.target, data, max(offset, start))
+                    team.advance(len(data))
+                offset = end
         target = job.target
         with target.lock:
             target.pending -= 1
@@ -311,9 +420,21 @@ def _make_worker(
     return work
 
 
-def _write_side_files(
-    plan: Plan, directory: str, sources: Sources, kept: Collection[str]
+def write_side_files(
+    plan: Plan, directory: str, sources: Sources, kept: Collection[str] = ()
 ) -> Iterator[Written]:
+    """Write the texts and side files of a plan, each flushed to the disk and checked.
+
+    Args:
+        plan: what to write.
+        directory: where to.
+        sources: the files of the plan's checkpoint, then its side files.
+        kept: names of files that are there already.
+
+    Raises:
+        SourceError: a side file that cannot be read or has changed.
+        TargetError: the disk is full, or another error of writing.
+    """
     for text in plan.texts:
         if text.name not in kept:
             with closing(_create(directory, text.name, len(text.data), text.data)) as target:
@@ -417,7 +538,9 @@ def _copy_error(
     return writing_error(target.path, error)
 
 
-def _create(directory: str, name: str, size: int, header: bytes = b"") -> _Target:
+def _create(
+    directory: str, name: str, size: int, header: bytes = b"", part: FileRange | None = None
+) -> _Target:
     """Create a file of `size` bytes that begins with `header`, with the mode that the umask gives.
 
     The folders it lies in are made too.
@@ -426,9 +549,10 @@ def _create(directory: str, name: str, size: int, header: bytes = b"") -> _Targe
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         os.makedirs(os.path.dirname(path), exist_ok=True)
-        target = _Target(name, path, os.open(path, flags, 0o666), size, header)
+        fd = os.open(path, flags, 0o666)
     except OSError as error:
         raise writing_error(path, error) from error
+    target = _Target(name, path, fd, size, header, part or FileRange(-1, 0, size))
     try:
         os.ftruncate(target.fd, size)
         _write(target, memoryview(header), 0)
@@ -440,6 +564,19 @@ def _create(directory: str, name: str, size: int, header: bytes = b"") -> _Targe
     return target
 
 
+def _open(directory: str, file: OutputFile, part: FileRange) -> _Target:
+    """Open a file that was made before, which may have been on another machine.
+
+    Not for reading, where an NFS client would first read the page that it writes a part of.
+    """
+    path = os.path.join(directory, *file.name.split("/"))
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        raise writing_error(path, error) from error
+    return _Target(file.name, path, fd, file.size, file.header, part)
+
+
 def _finish(target: _Target) -> Written:
     """Flush a file to the disk and check its size and header.
 
@@ -447,17 +584,32 @@ def _finish(target: _Target) -> Written:
         TargetError: it cannot be flushed.
         ResultError: it is not what was written.
     """
+    _sync(target)
+    return _check(target.path, target.name, target.size, target.header)
+
+
+def _check(path: str, name: str, size: int, header: bytes) -> Written:
+    """Check size and first bytes of a file that is on the disk.
+
+    It is opened anew: over NFS, that is how what other machines have written is seen.
+
+    Raises:
+        TargetError: it is not what was written.
+    """
     try:
-        os.fsync(target.fd)
-        status = os.fstat(target.fd)
-        same = _starts_with(target.fd, target.header)
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            status = os.fstat(fd)
+            same = _starts_with(fd, header)
+        finally:
+            os.close(fd)
     except OSError as error:
-        raise writing_error(target.path, error) from error
-    if status.st_size != target.size:
-        raise ResultError(f"{target.path}: has {status.st_size:,} bytes, not {target.size:,}")
+        raise writing_error(path, error) from error
+    if status.st_size != size:
+        raise ResultError(f"{path}: has {status.st_size:,} bytes, not {size:,}")
     if not same:
-        raise ResultError(f"{target.path}: its first bytes are not those that were written")
-    return Written(target.name, status.st_size, status.st_mtime_ns, status.st_ino)
+        raise ResultError(f"{path}: its first bytes are not those that were written")
+    return Written(name, status.st_size, status.st_mtime_ns, status.st_ino)
 
 
 def _starts_with(fd: int, data: bytes) -> bool:
@@ -511,11 +663,11 @@ class _Contest:
 class _Syncer:
     """A thread that flushes files to the disk while others copy.
 
-    Finished ones it checks, records in the journal and closes.
+    Finished ones it closes, and then calls `finished` with their indices.
     """
 
-    def __init__(self, journal: Journal) -> None:
-        self._journal = journal
+    def __init__(self, finished: Callable[[int], None]) -> None:
+        self._finished = finished
         self._queue: queue.SimpleQueue[tuple[_Target, bool] | None] = queue.SimpleQueue()
         self._error: BaseException | None = None
         self._given_up = False
@@ -548,7 +700,9 @@ class _Syncer:
                 # A flush may come after the end of its file, put by a thread that was held up.
                 if self._error is None and target.fd >= 0:
                     if finished:  # also after a failure or Ctrl-C: there is little left to flush
-                        self._journal.record_written(_finish(target))
+                        _sync(target)
+                        target.close()
+                        self._finished(target.part.file)
                     elif not self._given_up:
                         _sync(target)
             except BaseException as error:

@@ -1288,7 +1288,7 @@ def test_senseless_numbers_are_refused_before_anything_is_compared(
     def compare(*_: object) -> bool:
         raise AssertionError("reads all of the head and the embedding")
 
-    monkeypatch.setattr("streammerge.pipeline.same_bits", compare)
+    monkeypatch.setattr("streammerge.adaptation.same_bits", compare)
     refuse(run, target, source, *options, code=USAGE)
 
 

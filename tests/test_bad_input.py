@@ -933,12 +933,12 @@ def test_too_little_space(
     refuse: Callable[..., Refusal],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    import streammerge.pipeline
+    import streammerge.execution
 
     needed = streammerge.plan(streammerge.describe(source)).disk_nbytes
     fake_free_space(monkeypatch, needed - 1)
-    monkeypatch.setattr(streammerge.pipeline, "write_files", forbidden)
-    monkeypatch.setattr(streammerge.pipeline, "compare_replicas", forbidden)
+    monkeypatch.setattr(streammerge.execution, "write_files", forbidden)
+    monkeypatch.setattr(streammerge.execution, "compare_replicas", forbidden)
 
     refusal = refuse(source, tmp_path / "new" / "merged")
 

@@ -179,7 +179,7 @@ def interrupt(source: Path, target: Path, keep: int) -> None:
     """Leave what an interrupted merge leaves that had finished some of the weights."""
     with pytest.MonkeyPatch.context() as patch:
         # All weights are finished then.
-        patch.setattr("streammerge.writer._write_side_files", refuse(errno.EIO))
+        patch.setattr("streammerge.execution.write_side_files", refuse(errno.EIO))
         assert merge(source, target) == 1
     finished = sorted(finished_files(target), key=lambda file: file.name)
     assert len(finished) == len(STATE)

@@ -43,7 +43,7 @@ from test_memory import MIB, check_without_torch, make, need_space, run_child
 from transformers import AutoModelForCausalLM
 
 import streammerge
-from streammerge import pipeline
+from streammerge import execution
 from streammerge.errors import ResultError, UsageError
 from streammerge.verifier import TensorDifference, Verification
 
@@ -855,14 +855,15 @@ def test_merge_that_went_wrong_is_not_published(
     source: Path, target: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As by a disk or a memory that loses a bit."""
-    write_files = pipeline.write_files
+    write_files = execution.write_files
 
-    def write(plan: Any, directory: str, *rest: Any, **options: Any) -> None:
-        write_files(plan, directory, *rest, **options)
+    def write(plan: Any, directory: str, *rest: Any, **options: Any) -> int:
+        done = write_files(plan, directory, *rest, **options)
         path = Path(directory) / WEIGHTS
         flip(path, positions(path)[HEAD][0] + 3, 7)
+        return done
 
-    monkeypatch.setattr(pipeline, "write_files", write)
+    monkeypatch.setattr(execution, "write_files", write)
     value = random_state()[HEAD][0, 0].item()
     done = run("merge", source, target, "--verify", code=1)
     assert (
