@@ -29,7 +29,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
-from make_checkpoint import model_of_size, parse_size, write_checkpoint  # noqa: E402
+from make_checkpoint import write_checkpoint  # noqa: E402
+from model_shapes import model_of_size, parse_size  # noqa: E402
 
 from streammerge.journal import Written, read_written  # noqa: E402
 from streammerge.target import staging_path  # noqa: E402
