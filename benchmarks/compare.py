@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from peers import CP, PEERS, STREAMMERGE, Peer, full_command
-from processes import (
+from process_trees import (
     CommandFailed,
     Contender,
     Usage,

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from peers import Command, copy_command, merge_command
-from processes import CommandFailed, Contender, Usage, measure_rounds, run_well
+from process_trees import CommandFailed, Contender, Usage, measure_rounds, run_well
 from report import (
     MIB,
     RESULTS,

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 from model_shapes import parse_size
-from processes import read_once
+from process_trees import read_once
 from report import table
 from workspace import Workspace, say
 

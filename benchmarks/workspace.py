@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from processes import Contender, run_well
+from process_trees import Contender, run_well
 from report import HERE
 
 

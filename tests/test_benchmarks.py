@@ -28,7 +28,7 @@ from make_checkpoint import (
 )
 from model_shapes import FORMATS, LAYOUTS, MODELS, Model, Parameter, config, parameters, parse_size
 from peers import PEERS, STREAMMERGE
-from processes import (
+from process_trees import (
     Bytes,
     Contender,
     Memory,
