@@ -25,6 +25,7 @@ INTERVAL = 0.02  # seconds between two looks at the memory
 KIB = 1024
 ERROR_LINES = 20
 _FIELD = re.compile(r"^(\w+):\s+(\d+)", re.MULTILINE)
+_LIMITED_SECONDS = 120  # for a run under a limit of memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +195,9 @@ def run(
     """
     words = [str(word) for word in command]
     if data_limit is not None:
-        words = ["prlimit", f"--data={data_limit}", *words]
+        # A thread that finds no memory when it starts makes CPython wait for it without end.
+        limited = ["timeout", "--kill-after=5", str(_LIMITED_SECONDS)]
+        words = [*limited, "prlimit", f"--data={data_limit}", *words]
     with tempfile.TemporaryFile() as errors:
         started = time.perf_counter()
         process = subprocess.Popen(

@@ -17,6 +17,7 @@ from streammerge.changes import Change
 from streammerge.checkpoint import Checkpoint, File, Members, Skipped
 from streammerge.checks.directory import check_directory
 from streammerge.checks.findings import first_error
+from streammerge.completion import Completion
 from streammerge.crc import CrcReport, check_crcs, crc_amount
 from streammerge.errors import ProcessesError, SourceError, StreamMergeError, TargetError
 from streammerge.journal import Journal
@@ -29,7 +30,7 @@ from streammerge.shares import FileRange, cut_files, owner
 from streammerge.sources import Sources
 from streammerge.target import check_space, check_target
 from streammerge.verifier import check_written
-from streammerge.writer import Completion, create_files, write_files, write_side_files
+from streammerge.writer import create_files, write_files, write_side_files
 
 # How long a process looks for the staging directory of the first one: an NFS client may remember
 # for a while that a name was not there.
@@ -112,7 +113,9 @@ def execute(
         if processes.first:
             staging = Staging(target, job, overwrite=overwrite, restart=restart)
             held.enter_context(staging)
-            completion = Completion(plan, staging, _shares(plan, staging.kept, processes))
+            completion = Completion(
+                plan, staging.result, staging.journal, _shares(plan, staging.kept, processes)
+            )
             held.callback(_record_rest, completion, processes)
             held.enter_context(processes.ending_first())
         place = _meet_in_staging(staging, processes)

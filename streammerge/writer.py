@@ -14,21 +14,17 @@ from __future__ import annotations
 import errno
 import itertools
 import os
-import queue
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import closing, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from streammerge.adapt import Output
 from streammerge.arithmetic import import_torch, one_torch_thread
 from streammerge.bands import Band, copy_steps
 from streammerge.errors import (
-    ResultError,
     SourceError,
     TargetError,
     TargetPathError,
@@ -37,9 +33,16 @@ from streammerge.errors import (
 from streammerge.evaluate import buffer_nbytes, evaluate, value_bands
 from streammerge.header import tensor_nbytes
 from streammerge.journal import Written
-from streammerge.parallel import STACK_SIZE, TORCH_STACK_SIZE, Team, run, start_threads
-from streammerge.planner import OutputFile, Plan
-from streammerge.publisher import Staging
+from streammerge.output_files import (
+    Syncer,
+    TargetFile,
+    create_file,
+    finish,
+    open_file,
+    write_at,
+)
+from streammerge.parallel import STACK_SIZE, TORCH_STACK_SIZE, Team, run
+from streammerge.planner import Plan
 from streammerge.reader import BandBuffer, full_band, local_parts
 from streammerge.shares import FileRange
 from streammerge.sources import Sources
@@ -57,34 +60,6 @@ _ASSET_BUFFER = 64 << 10
 _FALLBACK = {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.EBADF}
 
 
-@dataclass(slots=True)
-class _Target:
-    """An output file of `size` bytes, of which the first are `header`, that is being filled.
-
-    This process fills the bytes from `part.start` to `part.stop`.
-    """
-
-    name: str
-    path: str
-    fd: int
-    size: int
-    header: bytes
-    part: FileRange
-    pending: int = 0
-    complete: bool = False
-    unsynced: int = 0
-    shared: bool = False  # by several threads
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    # Held while writing: the file system has a lock of its own for that, but spins on it.
-    writing: threading.Lock = field(default_factory=threading.Lock)
-
-    def close(self) -> None:
-        """Close the file, once."""
-        fd, self.fd = self.fd, -1
-        if fd >= 0:
-            os.close(fd)
-
-
 @dataclass(frozen=True, slots=True)
 class _Range:
     """A kernel copy: from a member of a source file to an offset of the target."""
@@ -98,7 +73,7 @@ class _Range:
 
 @dataclass(frozen=True, slots=True)
 class _CopyJob:
-    target: _Target
+    target: TargetFile
     ranges: tuple[_Range, ...]
 
     @property
@@ -110,7 +85,7 @@ class _CopyJob:
 class _BandJob:
     """Consecutive bands of a tensor, of which the first starts at `offset`."""
 
-    target: _Target
+    target: TargetFile
     output: Output
     bands: tuple[Band, ...]
     offset: int
@@ -136,7 +111,7 @@ def create_files(plan: Plan, directory: str, kept: Collection[str] = ()) -> None
     """
     for file in plan.files:
         if file.name not in kept:
-            _create(directory, file.name, file.size, file.header).close()
+            create_file(directory, file.name, file.size, file.header).close()
 
 
 def write_files(
@@ -177,9 +152,9 @@ def write_files(
             "converting dtypes or folding adapters",
             hint="install torch, or write what is stored with --raw",
         )
-    targets: list[_Target] = []
+    targets: list[TargetFile] = []
     try:
-        with _Syncer(finished) as syncer, one_torch_thread() if arithmetic else nullcontext():
+        with Syncer(finished) as syncer, one_torch_thread() if arithmetic else nullcontext():
             return run(
                 _jobs(plan, share, directory, made, targets, syncer),
                 partial(_make_worker, plan, sources, syncer, _Contest(), device),
@@ -190,48 +165,6 @@ def write_files(
     finally:
         for target in targets:
             target.close()
-
-
-class Completion:
-    """Counts the parts of files that several processes have written, and records whole files.
-
-    Args:
-        plan: what is written.
-        staging: where to. Its journal gets each file that is complete, after a look at its size
-            and header.
-        shares: what each process writes.
-    """
-
-    def __init__(self, plan: Plan, staging: Staging, shares: Sequence[Sequence[FileRange]]) -> None:
-        self._plan = plan
-        self._directory = staging.result
-        self._journal = staging.journal
-        self._lock = threading.Lock()
-        self._missing = {(rank, part.file) for rank, share in enumerate(shares) for part in share}
-        self._parts = Counter(file for _, file in self._missing)
-
-    def add(self, rank: int, files: Iterable[int]) -> None:
-        """A process has its parts of these files on the disk. It may be said more than once.
-
-        Raises:
-            TargetError: a file is complete, but not what was written.
-        """
-        for index in files:
-            with self._lock:
-                if (rank, index) not in self._missing:
-                    continue
-                self._missing.remove((rank, index))
-                self._parts[index] -= 1
-                complete = self._parts[index] == 0
-            if complete:
-                file = self._plan.files[index]
-                path = os.path.join(self._directory, *file.name.split("/"))
-                self._journal.record_written(_check(path, file.name, file.size, file.header))
-
-    def add_told(self, told: Sequence[Mapping[str, Any]]) -> None:
-        """The same, of all processes: each tells, as ``written``, which parts it has written."""
-        for rank, state in enumerate(told):
-            self.add(rank, state.get("written", ()))
 
 
 def _outputs_in(plan: Plan, part: FileRange) -> Iterator[tuple[Output, int]]:
@@ -247,8 +180,8 @@ def _jobs(
     share: Sequence[FileRange],
     directory: str,
     made: Callable[[], bool] | None,
-    targets: list[_Target],
-    syncer: _Syncer,
+    targets: list[TargetFile],
+    syncer: Syncer,
 ) -> Iterator[_CopyJob | _BandJob]:
     """All jobs. As many files are filled at a time as there are workers.
 
@@ -256,14 +189,14 @@ def _jobs(
     that the fewest workers are busy with. Each file that is opened is added to `targets`.
     """
     waiting = iter(share)
-    streams: list[tuple[_Target, Iterator[_CopyJob | _BandJob]]] = []
+    streams: list[tuple[TargetFile, Iterator[_CopyJob | _BandJob]]] = []
     while True:
         while len(streams) < plan.workers and (part := next(waiting, None)) is not None:
             file = plan.files[part.file]
             if made is None:
-                target = _create(directory, file.name, file.size, file.header, part)
+                target = create_file(directory, file.name, file.size, file.header, part)
             elif made():
-                target = _open(directory, file, part)
+                target = open_file(directory, file, part)
             else:
                 raise TargetPathError(f"{directory}: another merge has taken its place")
             targets.append(target)
@@ -286,7 +219,7 @@ def _jobs(
             yield job
 
 
-def _file_jobs(plan: Plan, part: FileRange, target: _Target) -> Iterator[_CopyJob | _BandJob]:
+def _file_jobs(plan: Plan, part: FileRange, target: TargetFile) -> Iterator[_CopyJob | _BandJob]:
     batch: list[_Range] = []
     batch_size = 0
     for output, offset in _outputs_in(plan, part):
@@ -357,7 +290,7 @@ def _clip(ranges: Iterable[_Range], part: FileRange) -> Iterator[_Range]:
 
 
 def _band_jobs(
-    target: _Target, output: Output, offset: int, buffer_size: int
+    target: TargetFile, output: Output, offset: int, buffer_size: int
 ) -> Iterator[_BandJob]:
     # What a thread loads for a fold serves its next bands too, so it gets some in a row.
     count = _FOLD_BANDS if isinstance(output.value, Fold) else 1
@@ -371,7 +304,7 @@ def _band_jobs(
 
 
 def _make_worker(
-    plan: Plan, sources: Sources, syncer: _Syncer, contest: _Contest, device: str, team: Team
+    plan: Plan, sources: Sources, syncer: Syncer, contest: _Contest, device: str, team: Team
 ) -> Callable[[_CopyJob | _BandJob], None]:
     buffer = BandBuffer(0)
 
@@ -403,7 +336,7 @@ def _make_worker(
                     data = evaluate(job.output.value, band, sources, buffer, device)
                     data = data[max(0, start - offset) : stop - offset]
                     with job.target.writing:
-                        _write(job.target, data, max(offset, start))
+                        write_at(job.target, data, max(offset, start))
                     team.advance(len(data))
                 offset = end
         target = job.target
@@ -437,32 +370,22 @@ def write_side_files(
     """
     for text in plan.texts:
         if text.name not in kept:
-            with closing(_create(directory, text.name, len(text.data), text.data)) as target:
-                yield _finish(target)
+            with closing(create_file(directory, text.name, len(text.data), text.data)) as target:
+                yield finish(target)
     for index, asset in enumerate(plan.assets, start=len(plan.checkpoint.files)):
         if asset.name not in kept:
-            with closing(_create(directory, asset.name, asset.size)) as target:
+            with closing(create_file(directory, asset.name, asset.size)) as target:
                 for offset in range(0, asset.size, _ASSET_BUFFER):
                     part = memoryview(bytearray(min(_ASSET_BUFFER, asset.size - offset)))
                     sources.read(index, offset, [part])
-                    _write(target, part, offset)
-                yield _finish(target)
+                    write_at(target, part, offset)
+                yield finish(target)
 
 
 # --- system calls ---
 
 
-def _write(target: _Target, data: memoryview, offset: int) -> None:
-    try:
-        while data:
-            count = os.pwrite(target.fd, data, offset)
-            data = data[count:]
-            offset += count
-    except OSError as error:
-        raise writing_error(target.path, error) from error
-
-
-def _copy_range(piece: _Range, target: _Target, sources: Sources, buffer_size: int) -> None:
+def _copy_range(piece: _Range, target: TargetFile, sources: Sources, buffer_size: int) -> None:
     """Copy in the kernel where it can, else through a small buffer."""
     start = sources.member_offset(piece.file, piece.member) + piece.start
     done = 0
@@ -484,17 +407,19 @@ def _copy_range(piece: _Range, target: _Target, sources: Sources, buffer_size: i
     _read_and_write(rest, target, sources, buffer)
 
 
-def _read_and_write(piece: _Range, target: _Target, sources: Sources, buffer: memoryview) -> None:
+def _read_and_write(
+    piece: _Range, target: TargetFile, sources: Sources, buffer: memoryview
+) -> None:
     """Copy through a buffer, holding the target only while writing."""
     start = sources.member_offset(piece.file, piece.member) + piece.start
     for done in range(0, piece.nbytes, len(buffer)):
         part = buffer[: piece.nbytes - done]
         sources.read(piece.file, start + done, [part])
         with target.writing:
-            _write(target, part, piece.offset + done)
+            write_at(target, part, piece.offset + done)
 
 
-def _copy_file_range(source: int, target: _Target, start: int, offset: int, nbytes: int) -> int:
+def _copy_file_range(source: int, target: TargetFile, start: int, offset: int, nbytes: int) -> int:
     done = 0
     while done < nbytes:
         try:
@@ -511,7 +436,7 @@ def _copy_file_range(source: int, target: _Target, start: int, offset: int, nbyt
     return done
 
 
-def _send_file(source: int, target: _Target, start: int, offset: int, nbytes: int) -> int:
+def _send_file(source: int, target: TargetFile, start: int, offset: int, nbytes: int) -> int:
     # sendfile writes at the file position, so each call needs a descriptor of its own.
     done = 0
     fd = os.open(target.path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -528,7 +453,7 @@ def _send_file(source: int, target: _Target, start: int, offset: int, nbytes: in
 
 
 def _copy_error(
-    piece: _Range, start: int, target: _Target, sources: Sources, error: OSError
+    piece: _Range, start: int, target: TargetFile, sources: Sources, error: OSError
 ) -> SourceError | TargetError:
     # One call reads and writes; reading the same bytes again tells which side failed.
     if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
@@ -536,97 +461,6 @@ def _copy_error(
         for done in range(0, piece.nbytes, len(buffer)):
             sources.read(piece.file, start + done, [buffer[: piece.nbytes - done]])
     return writing_error(target.path, error)
-
-
-def _create(
-    directory: str, name: str, size: int, header: bytes = b"", part: FileRange | None = None
-) -> _Target:
-    """Create a file of `size` bytes that begins with `header`, with the mode that the umask gives.
-
-    The folders it lies in are made too.
-    """
-    path = os.path.join(directory, *name.split("/"))
-    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    try:
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        fd = os.open(path, flags, 0o666)
-    except OSError as error:
-        raise writing_error(path, error) from error
-    target = _Target(name, path, fd, size, header, part or FileRange(-1, 0, size))
-    try:
-        os.ftruncate(target.fd, size)
-        _write(target, memoryview(header), 0)
-    except BaseException as error:
-        target.close()
-        if isinstance(error, OSError):
-            raise writing_error(path, error) from error
-        raise
-    return target
-
-
-def _open(directory: str, file: OutputFile, part: FileRange) -> _Target:
-    """Open a file that was made before, which may have been on another machine.
-
-    Not for reading, where an NFS client would first read the page that it writes a part of.
-    """
-    path = os.path.join(directory, *file.name.split("/"))
-    try:
-        fd = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError as error:
-        raise writing_error(path, error) from error
-    return _Target(file.name, path, fd, file.size, file.header, part)
-
-
-def _finish(target: _Target) -> Written:
-    """Flush a file to the disk and check its size and header.
-
-    Raises:
-        TargetError: it cannot be flushed.
-        ResultError: it is not what was written.
-    """
-    _sync(target)
-    return _check(target.path, target.name, target.size, target.header)
-
-
-def _check(path: str, name: str, size: int, header: bytes) -> Written:
-    """Check size and first bytes of a file that is on the disk.
-
-    It is opened anew: over NFS, that is how what other machines have written is seen.
-
-    Raises:
-        TargetError: it is not what was written.
-    """
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        try:
-            status = os.fstat(fd)
-            same = _starts_with(fd, header)
-        finally:
-            os.close(fd)
-    except OSError as error:
-        raise writing_error(path, error) from error
-    if status.st_size != size:
-        raise ResultError(f"{path}: has {status.st_size:,} bytes, not {size:,}")
-    if not same:
-        raise ResultError(f"{path}: its first bytes are not those that were written")
-    return Written(name, status.st_size, status.st_mtime_ns, status.st_ino)
-
-
-def _starts_with(fd: int, data: bytes) -> bool:
-    offset = 0
-    while offset < len(data):
-        part = os.pread(fd, min(_ASSET_BUFFER, len(data) - offset), offset)
-        if not part or not data.startswith(part, offset):
-            return False
-        offset += len(part)
-    return True
-
-
-def _sync(target: _Target) -> None:
-    try:
-        os.fsync(target.fd)
-    except OSError as error:
-        raise writing_error(target.path, error) from error
 
 
 class _Contest:
@@ -658,55 +492,3 @@ class _Contest:
         with self._lock:
             self._nbytes[by_kernel] += nbytes
             self._seconds[by_kernel] += max(seconds, 1e-9)
-
-
-class _Syncer:
-    """A thread that flushes files to the disk while others copy.
-
-    Finished ones it closes, and then calls `finished` with their indices.
-    """
-
-    def __init__(self, finished: Callable[[int], None]) -> None:
-        self._finished = finished
-        self._queue: queue.SimpleQueue[tuple[_Target, bool] | None] = queue.SimpleQueue()
-        self._error: BaseException | None = None
-        self._given_up = False
-        (self._thread,) = start_threads([self._loop])
-
-    def put(self, target: _Target, finished: bool) -> None:
-        """Hand over a file: a finished one for good, another for what is written so far.
-
-        Raises:
-            TargetError: an earlier flush failed.
-        """
-        if self._error is not None:
-            raise self._error
-        self._queue.put((target, finished))
-
-    def __enter__(self) -> _Syncer:
-        return self
-
-    def __exit__(self, kind: object, error: object, traceback: object) -> None:
-        self._given_up = error is not None
-        self._queue.put(None)
-        self._thread.join()
-        if self._error is not None and error is None:
-            raise self._error
-
-    def _loop(self) -> None:
-        while (item := self._queue.get()) is not None:
-            target, finished = item
-            try:
-                # A flush may come after the end of its file, put by a thread that was held up.
-                if self._error is None and target.fd >= 0:
-                    if finished:  # also after a failure or Ctrl-C: there is little left to flush
-                        _sync(target)
-                        target.close()
-                        self._finished(target.part.file)
-                    elif not self._given_up:
-                        _sync(target)
-            except BaseException as error:
-                self._error = error
-            finally:
-                if finished:
-                    target.close()

@@ -19,7 +19,7 @@ from streammerge import (
     SourceError,
     UsageError,
 )
-from streammerge.rank_paths import find_rank_files, has_rank_files, parse_pattern
+from streammerge.formats.rank_paths import find_rank_files, has_rank_files, parse_pattern
 
 # Much of it means something in regular expressions or in str.format.
 _TEXT = st.text("ab0.+*?()[]^$|\\ -_%éß", max_size=5)

@@ -822,11 +822,11 @@ def test_a_source_that_grows_while_it_is_copied(
 
 
 def test_a_flush_that_comes_after_the_end_of_its_file(tmp_path: Path) -> None:
-    from streammerge import writer
+    from streammerge import output_files
 
     finished: list[int] = []
-    target = writer._create(str(tmp_path), "file", 10)
-    with writer._Syncer(finished.append) as syncer:
+    target = output_files.create_file(str(tmp_path), "file", 10)
+    with output_files.Syncer(finished.append) as syncer:
         syncer.put(target, True)
         syncer.put(target, False)  # by a thread that was held up
     assert target.fd == -1

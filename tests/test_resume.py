@@ -365,14 +365,14 @@ def test_finished_files_are_kept(
         streammerge.merge(source.parent / "earlier", target)
     finished = interrupt(source, target, after=after, overwrite=old)
     written = []
-    create = streammerge.writer._create
+    create = streammerge.writer.create_file
 
     def record_create(directory: str, name: str, *rest: Any) -> Any:
         written.append(name)
         return create(directory, name, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(streammerge.writer, "_create", record_create)
+        patch.setattr(streammerge.writer, "create_file", record_create)
         streammerge.merge(source, target, overwrite=old, **OPTIONS)
 
     assert checkpoints.digests(target) == expected

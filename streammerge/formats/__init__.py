@@ -22,7 +22,7 @@ from streammerge.formats import (
     safetensors_files,
     torch_files,
 )
-from streammerge.training_state import find_training_state, is_training_state
+from streammerge.formats.training_state import find_training_state, is_training_state
 
 AUTO = "auto"
 

@@ -22,9 +22,8 @@ from streammerge.errors import (
     SourceError,
     UnsupportedError,
 )
-from streammerge.rank_paths import missing_ranks
-from streammerge.sources import Sources
-from streammerge.zero_files import (
+from streammerge.formats.rank_paths import missing_ranks
+from streammerge.formats.zero_files import (
     Local,
     ModelStates,
     OptimizerStates,
@@ -32,7 +31,8 @@ from streammerge.zero_files import (
     read_optimizer_states,
     share_with,
 )
-from streammerge.zero_union import unite
+from streammerge.formats.zero_union import unite
+from streammerge.sources import Sources
 
 NAME = "DeepSpeed ZeRO"
 WORD = "deepspeed"

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 
 from streammerge.checkpoint import Checkpoint
 from streammerge.errors import CorruptFileError, InconsistentRanksError, SourceError
-from streammerge.rank_checkpoint import describe_rank_files
-from streammerge.rank_paths import find_rank_files, has_rank_files, parse_pattern
+from streammerge.formats.rank_checkpoint import describe_rank_files
+from streammerge.formats.rank_paths import find_rank_files, has_rank_files, parse_pattern
 
 NAME = "FSDP rank files"
 WORD = "fsdp"

@@ -24,15 +24,7 @@ from streammerge.errors import (
     UsageError,
     about,
 )
-from streammerge.header import (
-    INDEX_FILE,
-    MAX_HEADER_BYTES,
-    METADATA_KEY,
-    SINGLE_FILE,
-    tensor_nbytes,
-)
-from streammerge.unpickler import brief
-from streammerge.weight_map import (
+from streammerge.formats.weight_map import (
     START_BYTES,
     check_places,
     check_start,
@@ -44,6 +36,14 @@ from streammerge.weight_map import (
     quote,
     read_range,
 )
+from streammerge.header import (
+    INDEX_FILE,
+    MAX_HEADER_BYTES,
+    METADATA_KEY,
+    SINGLE_FILE,
+    tensor_nbytes,
+)
+from streammerge.unpickler import brief
 
 NAME = "Hugging Face safetensors"
 WORD = "hf"

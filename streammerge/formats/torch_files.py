@@ -13,8 +13,8 @@ from dataclasses import replace
 from streammerge.checkpoint import Checkpoint, File, PlainLayout, Skipped, Tensor
 from streammerge.entries import quoted, read_rank_file
 from streammerge.errors import CheckpointNotFoundError, UnsupportedError, UsageError
-from streammerge.rank_union import collect_keys, unite
-from streammerge.weight_map import check_places, find_weights, has_weights, note_place
+from streammerge.formats.rank_union import collect_keys, unite
+from streammerge.formats.weight_map import check_places, find_weights, has_weights, note_place
 
 SINGLE_FILE = "pytorch_model.bin"
 INDEX_FILE = "pytorch_model.bin.index.json"

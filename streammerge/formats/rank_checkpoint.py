@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from streammerge.checkpoint import Checkpoint, Skipped
 from streammerge.entries import BoxForm, RankFile, quoted
 from streammerge.errors import SourceError, UnsupportedError
-from streammerge.rank_paths import RankPaths, missing_ranks_error
+from streammerge.formats.rank_paths import RankPaths, missing_ranks_error
+from streammerge.formats.rank_union import collect_keys, unite
 from streammerge.rank_readers import read_rank_files
-from streammerge.rank_union import collect_keys, unite
 
 ASSETS = "huggingface"
 _CONFIG = "config.json"

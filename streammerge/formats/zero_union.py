@@ -23,8 +23,8 @@ from streammerge.checkpoint import Extents, FlatLayout, PlainLayout, Tensor
 from streammerge.dtypes import ITEMSIZE
 from streammerge.entries import Ints, quoted
 from streammerge.errors import InconsistentRanksError, PlacementError, UnsupportedError
+from streammerge.formats.zero_files import Local, ModelStates, OptimizerStates, Shapes
 from streammerge.placement import check_flat_tiling
-from streammerge.zero_files import Local, ModelStates, OptimizerStates, Shapes
 
 # DeepSpeed pads a group to a multiple of this for each rank (nccl_start_alignment_factor).
 _ALIGNMENT = 2
