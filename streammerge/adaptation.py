@@ -70,7 +70,10 @@ def adapt_checkpoint(
     values = (base, names_from, lora_mode, lora_alpha, transpose_experts, compat)
     switches = (rslora, keep_packed, untie, keep_dtype, dtype != "keep")
     if raw and (any(value is not None for value in values) or any(switches)):
-        raise UsageError("raw writes what is stored, so no adaptation goes with it")
+        raise UsageError(
+            "--raw writes exactly what is stored, so no option goes with it that changes values or "
+            "names, such as --dtype"
+        )
     if lora_alpha is not None and not 0 < lora_alpha < math.inf:
         raise UsageError(f"--lora-alpha {lora_alpha:g}: expected a positive number")
     if transpose_experts is not None and names_from is None:

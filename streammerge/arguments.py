@@ -223,8 +223,8 @@ def _add_values(parser: argparse.ArgumentParser, *, dtype: str | None) -> None:
         "--dtype",
         choices=DTYPES,
         default=dtype,
-        help="convert floating-point tensors; auto is what the config says (default: "
-        f"{dtype or 'what MERGED has'})",
+        help="convert floating-point tensors; auto is what the config says, of ZeRO what each "
+        f"parameter had in the module (default: {dtype or 'what MERGED has'})",
     )
     values.add_argument(
         "--keep-dtype",
@@ -237,7 +237,7 @@ def _add_values(parser: argparse.ArgumentParser, *, dtype: str | None) -> None:
         "--assets",
         metavar="DIR",
         help="folder with config, tokenizer and the like, such as the base model's (default: the "
-        "folder huggingface beside the weights, or theirs)",
+        "folder huggingface beside the weights, or theirs; of DCP and ZeRO also in the one above)",
     )
     values.add_argument(
         "--raw",

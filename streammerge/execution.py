@@ -19,7 +19,14 @@ from streammerge.checks.directory import check_directory
 from streammerge.checks.findings import first_error
 from streammerge.completion import Completion
 from streammerge.crc import CrcReport, check_crcs, crc_amount
-from streammerge.errors import ProcessesError, SourceError, StreamMergeError, TargetError
+from streammerge.errors import (
+    ProcessesError,
+    SourceError,
+    StreamMergeError,
+    TargetError,
+    TargetPathError,
+)
+from streammerge.formats import find_training
 from streammerge.journal import Journal
 from streammerge.phases import OnProgress, in_phase, with_phases
 from streammerge.planner import Fingerprint, Plan, fingerprint, output_names
@@ -263,7 +270,7 @@ def check_plan_target(plan: Plan, target: str, overwrite: bool) -> None:
     """Refuse a target that is in the way or would destroy what is read.
 
     Raises:
-        TargetPathError: see `publisher.check_target`.
+        TargetPathError: see `target.check_target`; or a checkpoint of a training is in it.
     """
     checkpoint = plan.checkpoint
     check_target(
@@ -273,6 +280,12 @@ def check_plan_target(plan: Plan, target: str, overwrite: bool) -> None:
         assets=checkpoint.copied_folder,
         names=output_names(plan),
     )
+    if overwrite and (training := find_training(target)) is not None:
+        raise TargetPathError(
+            f"{target}: holds a checkpoint of a training ({training}), so it is no earlier result "
+            "and is not replaced",
+            hint="give a new directory, or remove this one yourself",
+        )
 
 
 def peak_memory() -> int | None:

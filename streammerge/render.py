@@ -181,7 +181,7 @@ def report_text(report: Report, *, verbose: bool = False) -> str:
         )
     lines += _change_lines(report.changes, verbose)
     lines += _left_out_lines(report.skipped, report.left_out, verbose)
-    if verbose and report.assets is not None:
+    if report.assets is not None:
         lines.append(f"side files from {report.assets}")
     if verbose:
         lines += [f"wrote {name}" for name in report.files]

@@ -56,12 +56,14 @@ class TorchFile:
         root: the pickled object.
         members: storage key -> index into ``file.members``.
         pickle_nbytes: bytes of the pickle.
+        stem: what torch.save called the file, without its ending; empty where it does not say so.
     """
 
     file: File
     root: object
     members: Mapping[str, int]
     pickle_nbytes: int
+    stem: str = ""
 
 
 def read_torch_file(path: str, *, foreign: bool = False) -> TorchFile:
@@ -89,11 +91,12 @@ def read_torch_file(path: str, *, foreign: bool = False) -> TorchFile:
             raise CorruptFileError("not a regular file")
         if status.st_size == 0:
             raise CorruptFileError("the file is empty (0 bytes)")
-        members = Members()
+        members, stem = Members(), ""
         if os.pread(fd, 4, 0) == b"PK\x03\x04":
             archive, unpickled = read_zip(Span(fd, 0, status.st_size), foreign=foreign)
             keys = _add_blobs(archive, unpickled, members)
             root, pickle_nbytes = unpickled.value, unpickled.end
+            stem = archive.prefix.decode(errors="replace").removesuffix("/")
         else:
             root, keys, pickle_nbytes = _read_legacy(fd, status.st_size, members, foreign)
     except EndOfPickleError as error:
@@ -105,7 +108,7 @@ def read_torch_file(path: str, *, foreign: bool = False) -> TorchFile:
     finally:
         os.close(fd)
     file = File(path, status.st_size, status.st_mtime_ns, status.st_ino, members)
-    return TorchFile(file, root, keys, pickle_nbytes)
+    return TorchFile(file, root, keys, pickle_nbytes, stem)
 
 
 def storage_nbytes(storage: Storage) -> int:

@@ -898,6 +898,20 @@ def test_the_target_is_no_earlier_result(
     assert "no earlier result" in refusal.error
 
 
+@pytest.mark.parametrize("below", ["", "checkpoint-5"])
+def test_the_target_holds_another_checkpoint(
+    below: str, tmp_path: Path, source: Path, refuse: Callable[..., Refusal]
+) -> None:
+    """Whatever else is in it, such as the weights that a trainer gathered."""
+    other = shutil.copytree(source, tmp_path / "other" / below)
+    (tmp_path / "other" / "model.safetensors").write_bytes(b"")
+    refusal = refused_target(refuse, source, tmp_path / "other", "--overwrite")
+    assert refusal.error == (
+        f"{tmp_path}/other: holds a checkpoint of a training ({other}), so it is no earlier "
+        "result and is not replaced"
+    )
+
+
 def test_an_output_file_of_the_target_is_a_link(
     tmp_path: Path, source: Path, refuse: Callable[..., Refusal]
 ) -> None:

@@ -242,7 +242,7 @@ def test_side_files_come_from_the_folder_above(
     folder = source / "checkpoint-20"
     assert main(["merge", str(source), str(target), "--dry-run"]) == 0
     assert f"side files from {folder}\n" in capsys.readouterr().out
-    assert main(["merge", str(source), str(target), "--verbose"]) == 0
+    assert main(["merge", str(source), str(target)]) == 0
     assert f"side files from {folder}\n" in capsys.readouterr().out
     names = sorted(path.name for path in target.iterdir())
     assert names == ["config.json", "model.safetensors", "tokenizer.json"]
@@ -866,6 +866,13 @@ def test_offsets_that_cannot_be(
 def test_shards_without_their_offsets(shards: Path) -> None:
     save_file(load_file(shard(shards, 2)), shard(shards, 2))
     refuse(shards, CorruptFileError, shard(shards, 2).name, "DCP_SHARDING_INFO")
+
+
+def test_an_empty_shard_is_named_once(shards: Path) -> None:
+    shard(shards, 2).write_bytes(b"")
+    with pytest.raises(CorruptFileError) as caught:
+        streammerge.describe(shards)
+    assert str(caught.value) == f"{shard(shards, 2)}: the file is empty (0 bytes)"
 
 
 def test_shards_of_several_saves(shards: Path) -> None:

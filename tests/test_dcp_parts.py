@@ -10,6 +10,9 @@ from streammerge import UnsupportedError, UsageError
 from streammerge.formats.dcp_parts import choose_part
 
 Nested = dict[str, object]
+# All names of some models begin with ``model.``.
+GEMMA = ["model.language_model.layers.0.w", "model.vision_tower.w"]
+OLMO = ["model.transformer.wte.weight", "model.transformer.blocks.0.w"]
 HF = ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
 
 
@@ -97,10 +100,30 @@ def test_the_model_is_found(case: str) -> None:
         ([*HF, "rng_state"], HF),
         (["layers.0.w", "layers.1.w"], ["layers.0.w", "layers.1.w"]),
         (["model.w", "head.w"], ["model.w", "head.w"]),
+        (GEMMA, GEMMA),
+        ([f"model.{name}" for name in GEMMA], GEMMA),
+        (OLMO, OLMO),
+        (["model.language_model.lm_head.weight"], ["language_model.lm_head.weight"]),
     ],
 )
 def test_without_paths_names_are_judged(names: Sequence[str], expected: Sequence[str]) -> None:
     assert list(choose_part(names, (), {}).names.values()) == list(expected)
+
+
+def test_without_paths_names_can_be_kept() -> None:
+    names = [f"model.{name}" for name in HF]
+    part = choose_part([*names, "optimizer.state.w.step"], (), {}, "")
+    assert part.names == {name: name for name in names}
+    assert [entry.name for entry in part.skipped] == ["optimizer.*"]
+
+
+def test_an_optimizer_below_a_prefix_stays_out() -> None:
+    paths = flatten({"app": {"model": state("w"), "optimizer": ADAM}})
+    part = choose_part(list(paths), (), paths, "app")
+    assert part.names == {"app.model.w": "model.w"}
+    assert [entry.name for entry in part.skipped] == ["app.optimizer.*"]
+    assert len(choose_part(list(paths), (), paths, "app.optimizer").names) == 3
+    assert len(choose_part(list(paths), (), paths, "app.optimizer.state").names) == 2
 
 
 def test_several_models_are_refused() -> None:

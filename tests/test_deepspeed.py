@@ -287,6 +287,47 @@ def test_latest_and_tag(tmp_path: Path) -> None:
     assert tensors_of(tmp_path / "run" / "step1", tag="step1") == "step1"
 
 
+def test_the_folder_of_the_tag_is_named(tmp_path: Path) -> None:
+    two_tags(tmp_path / "run")
+
+    assert streammerge.describe(tmp_path).root == str(tmp_path / "run" / "step2")
+
+
+@pytest.mark.parametrize("tag", [None, "step2"])
+def test_a_tag_that_cannot_be_looked_into(
+    tag: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """No other is taken instead."""
+    two_tags(tmp_path, None)
+    shutil.rmtree(tmp_path / "step2")
+    (tmp_path / "step2").mkdir()
+    closed = str(tmp_path / "step2")
+    monkeypatch.setattr("os.access", lambda path, *_, **__: str(path) != closed)
+
+    with pytest.raises(SourceError) as caught:
+        streammerge.describe(tmp_path, tag=tag)
+    assert str(caught.value) == f"{closed}: Permission denied"
+    assert tensors_of(tmp_path, tag="step1") == "step1"
+
+
+@pytest.mark.parametrize("kind", ["optim", "model"])
+def test_files_that_changed_places(kind: str, tmp_path: Path) -> None:
+    """The partitions of ZeRO-3 do not say whose they are; torch.save does."""
+    zero = Zero(stage=3, world_size=2)
+    zero_checkpoints.write(zero, tmp_path)
+    folder = tmp_path / zero.tag
+    first, second = (
+        next(folder.glob(f"*zero_pp_rank_{rank}_*_{kind}_states.pt")) for rank in (0, 1)
+    )
+    first.rename(tmp_path / "first")
+    second.rename(first)
+    (tmp_path / "first").rename(second)
+
+    with pytest.raises(InconsistentRanksError, match=r"torch\.save wrote it") as caught:
+        streammerge.describe(tmp_path)
+    assert str(caught.value).startswith(f"{first}: ")
+
+
 def test_the_only_tag_needs_no_latest(tmp_path: Path) -> None:
     zero_checkpoints.save(zero_checkpoints.build(Zero()), tmp_path, "best", latest=False)
 

@@ -35,6 +35,7 @@ from streammerge import (
     CheckpointNotFoundError,
     CorruptFileError,
     InconsistentRanksError,
+    SourceError,
     StreamMergeError,
     UnsafePickleError,
     UnsupportedError,
@@ -260,7 +261,7 @@ def test_an_option_of_another_layout_than_is_there(tmp_path: Path, run: Run) -> 
     assert done.err == f"streammerge: error: {message}\n"
 
 
-@pytest.mark.parametrize("word", ["fsdp", "bin", "hf", "hf-bin"])
+@pytest.mark.parametrize("word", ["fsdp", "bin", "dcp-safetensors", "deepspeed", "hf", "hf-bin"])
 def test_a_layout_that_is_not_there(word: str, tmp_path: Path, run: Run) -> None:
     """The layout itself says what it misses."""
     (tmp_path / "source" / "empty").mkdir(parents=True)
@@ -338,6 +339,51 @@ def test_trainings_of_two_layouts(tmp_path: Path) -> None:
         f"{tmp_path}/b (accelerate FSDP files)",
         "give one of them as the source, or --format fsdp or --format bin",
     )
+
+
+def close(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """As it is for all but root, whom nothing stops."""
+
+    monkeypatch.setattr(os, "access", lambda path, *_, **__: str(path) != str(folder))
+
+
+def test_a_folder_that_cannot_be_looked_into(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It may hold the checkpoint that is meant, so no other is taken instead."""
+    save_plain(tmp_path / "step_1", [{"w": WEIGHT}] * 2)
+    (tmp_path / "lost+found").mkdir()
+    (tmp_path / "step_2").mkdir()
+    close(monkeypatch, tmp_path / "lost+found")
+    assert streammerge.describe(tmp_path).root == str(tmp_path / "step_1")
+    close(monkeypatch, tmp_path / "step_2")
+    assert error_of(tmp_path) == (
+        SourceError,
+        f"{tmp_path}/step_2: Permission denied, and a checkpoint may be in it",
+        "give the directory of the checkpoint itself",
+    )
+    assert streammerge.describe(tmp_path / "step_1").root == str(tmp_path / "step_1")
+    kind, message, _ = error_of(tmp_path / "step_2")
+    assert (kind, message) == (SourceError, f"{tmp_path}/step_2: Permission denied")
+
+
+def test_a_closed_folder_in_a_finished_model(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    save_model(tmp_path)
+    (tmp_path / "logs").mkdir()
+    close(monkeypatch, tmp_path / "logs")
+    assert streammerge.describe(tmp_path).root == str(tmp_path)
+
+
+def test_the_only_checkpoint_is_the_target(tmp_path: Path) -> None:
+    save_plain(tmp_path / "step_1", [{"w": WEIGHT}] * 2)
+    with pytest.raises(CheckpointNotFoundError) as caught:
+        streammerge.describe(tmp_path, target=tmp_path / "step_1")
+    assert str(caught.value) == (
+        f"{tmp_path}: no checkpoint here or below but {tmp_path}/step_1, which is the target"
+    )
+    assert caught.value.hint == "give another target"
 
 
 def test_many_to_choose_from(tmp_path: Path) -> None:

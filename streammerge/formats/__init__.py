@@ -6,13 +6,19 @@ tells how to add one.
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 from streammerge.checkpoint import Checkpoint
-from streammerge.errors import CheckpointNotFoundError, StreamMergeError, UsageError
+from streammerge.errors import (
+    CheckpointNotFoundError,
+    SourceError,
+    StreamMergeError,
+    UsageError,
+)
 from streammerge.formats import (
     bin_files,
     dcp,
@@ -64,6 +70,7 @@ FORMATS: tuple[Format, ...] = (
 
 _SEARCH_DEPTH = 4
 _MAX_CANDIDATES = 20
+_LOST_AND_FOUND = "lost+found"  # in new file systems, closed to all but root
 _TORCH_FILES = (".pt", ".pth", ".bin", ".ckpt")
 
 Sources = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
@@ -107,6 +114,13 @@ def describe(
     checkpoint = located[0].layout.describe([place.path for place in located], **given)
     beside = dict.fromkeys((*(os.fspath(path) for path in paths), *checkpoint.directories))
     return replace(checkpoint, left_out=find_training_state(beside, checkpoint.files))
+
+
+def find_training(path: str) -> str | None:
+    """The first checkpoint of a training in or below a directory."""
+    training = [layout for layout in FORMATS if layout.TRAINING]
+    found = _Search(training, {}, None).find(path, [])
+    return found[0].path if found else None
 
 
 def format_words() -> list[str]:
@@ -161,16 +175,20 @@ class _Search:
     options: Mapping[str, str]
     ignored: str | None
 
-    def find(self, path: str) -> list[_Place]:
+    def find(self, path: str, closed: list[str]) -> list[_Place]:
         """The checkpoints to choose from: the directory itself, or those below.
 
         Checkpoints of a training come before finished models below the same directory: these may
         have been made of them, or hold what the training started from.
+
+        Args:
+            path: the directory.
+            closed: gets the directories that cannot be looked into.
         """
         here = self.place(path)
         if here is not None and here.layout.TRAINING:
             return [here]
-        below = list(self._find_below(path, _SEARCH_DEPTH))
+        below = list(self._find_below(path, _SEARCH_DEPTH, closed))
         training = [place for place in below if place.layout.TRAINING]
         if here is not None:
             return [here, *training]
@@ -182,16 +200,19 @@ class _Search:
         layout = next(matching, None)
         return None if layout is None else _Place(layout, path)
 
-    def _find_below(self, path: str, depth: int) -> Iterator[_Place]:
+    def _find_below(self, path: str, depth: int, closed: list[str]) -> Iterator[_Place]:
         """The checkpoints below a directory, but for those inside one of a training."""
         for directory in _directories_in(path):
             if self.ignored is not None and os.path.realpath(directory) == self.ignored:
+                continue
+            if not _is_open(directory):
+                closed.append(directory)
                 continue
             place = self.place(directory)
             if place is not None:
                 yield place
             if depth > 1 and not (place is not None and place.layout.TRAINING):
-                yield from self._find_below(directory, depth - 1)
+                yield from self._find_below(directory, depth - 1, closed)
 
 
 def _locate(path: str, search: _Search, format: str) -> _Place:
@@ -204,7 +225,15 @@ def _locate(path: str, search: _Search, format: str) -> _Place:
                 f"{path}: not a directory", hint="give the directory that holds the checkpoint"
             )
         raise CheckpointNotFoundError(f"{path}: no such directory")
-    found = search.find(path)
+    if not _is_open(path):
+        raise SourceError(f"{path}: {os.strerror(errno.EACCES)}")
+    closed: list[str] = []
+    found = search.find(path, closed)
+    if closed and len(found) < 2 and not (found and found[0].path == path):
+        raise SourceError(
+            f"{closed[0]}: {os.strerror(errno.EACCES)}, and a checkpoint may be in it",
+            hint="give the directory of the checkpoint itself",
+        )
     if len(found) == 1:
         return found[0]
     if found:
@@ -226,10 +255,16 @@ def _directories_in(path: str) -> list[str]:
                 for entry in entries
                 if entry.is_dir(follow_symlinks=False)
                 and not entry.name.startswith(".")
+                and entry.name != _LOST_AND_FOUND
                 and not is_training_state(entry.name)
             )
     except OSError:
         return []
+
+
+def _is_open(directory: str) -> bool:
+    """Whether its entries can be listed and looked at; if not, it seems to hold nothing."""
+    return os.access(directory, os.R_OK | os.X_OK)
 
 
 # --- messages ---
@@ -256,10 +291,15 @@ def _nothing(path: str, search: _Search) -> StreamMergeError:
     """The error for no checkpoint at all, or none that takes the options that were given."""
     options = " ".join(f"--{name} {value!r}" for name, value in search.options.items())
     others = [layout for layout in FORMATS if layout not in search.layouts]
-    if elsewhere := _Search(others, {}, search.ignored).find(path):
+    if elsewhere := _Search(others, {}, search.ignored).find(path, []):
         found = elsewhere[0]
         goes = ", ".join(map(_goes_with, search.options))
         return UsageError(f"{found.path}: {found.layout.NAME}, nothing that fits {options}: {goes}")
+    if search.ignored and (there := replace(search, ignored=None).find(path, [])):
+        return CheckpointNotFoundError(
+            f"{path}: no checkpoint here or below but {there[0].path}, which is the target",
+            hint="give another target",
+        )
     files = "; ".join(layout.FILES for layout in search.layouts)
     return CheckpointNotFoundError(
         f"{path}: no checkpoint here or below (looked for {options or files})",

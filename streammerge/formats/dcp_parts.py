@@ -24,8 +24,16 @@ _OTHERS = re.compile(
     r"|train(er|ing)?_state|progress|rng(_states?)?|random_states?|extra_states?|scaler|loss_scaler"
 )
 _WRAPPERS = frozenset({"app", "trainer", "train"})
-# What follows ``model.`` in names of a model that was saved under that key.
-_INSIDE_MODEL = ("model.", "lm_head.", "module.", "base_model.", "transformer.", "language_model.")
+# What follows ``model.`` in names of a model that was saved under that key. A model's own names go
+# on with ``model.language_model.layers.`` (Gemma 3, Qwen2.5-VL) or ``model.transformer.`` (OLMo).
+_INSIDE_MODEL = (
+    "model.",
+    "lm_head.",
+    "module.",
+    "base_model.",
+    "language_model.model.",
+    "language_model.lm_head.",
+)
 _TOP = "the top level"
 _MAX_LISTED = 20
 
@@ -64,7 +72,7 @@ def choose_part(
     objects = list(objects)
     every = [*tensors, *objects]
     if not all(name in paths for name in every):
-        paths = _guess_paths(every)
+        paths = _guess_paths(every, whole=prefix is not None and not prefix.strip("."))
     parts: dict[Path, list[str]] = {}
     for name in tensors:
         parts.setdefault(_part_of(paths[name]), []).append(name)
@@ -76,12 +84,16 @@ def choose_part(
     start = f"{joined}." if chosen else ""
 
     def belongs(name: str) -> bool:
-        return name.startswith(start) if chosen else _part_of(paths[name]) == ()
+        part = _part_of(paths[name])
+        if not chosen:
+            return part == ()
+        beside = len(part) > len(chosen) and _OTHERS.fullmatch(part[-1]) is not None
+        return name.startswith(start) and not beside
 
     names = {name: name[len(start) :] for name in tensors if belongs(name)}
     if not names:
         raise UsageError(
-            f"no tensor is in {_spell(chosen)}; there are {_list(parts)}",
+            f"no tensor is in {_spell(chosen)}, only in {_list(parts)}",
             hint="--prefix takes one of them",
         )
     inside = [Skipped(name, "a pickled object") for name in objects if belongs(name)]
@@ -118,11 +130,11 @@ def _find_model(parts: Mapping[Path, Sequence[str]]) -> Path:
     )
 
 
-def _guess_paths(names: Sequence[str]) -> dict[str, Path]:
+def _guess_paths(names: Sequence[str], *, whole: bool = False) -> dict[str, Path]:
     """The keys that names may have been made of, where nothing says so.
 
     A model's own names have dots too, so a leading ``model.`` is a key of its own only if what
-    follows looks like the names of a whole model.
+    follows looks like the names of a whole model, and not if names are to be left `whole`.
     """
     others: dict[str, Path] = {}
     for name in names:
@@ -133,7 +145,7 @@ def _guess_paths(names: Sequence[str]) -> dict[str, Path]:
             others[name] = (*keys[: depth + 1], *inner)
     rest = [name for name in names if name not in others]
     prefix: Path = ()
-    while rest:
+    while rest and not whole:
         start = len(".".join(prefix)) + 1 if prefix else 0
         first = {name[start:].partition(".")[0] for name in rest}
         if len(first) != 1 or not all("." in name[start:] for name in rest):

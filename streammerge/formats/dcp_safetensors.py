@@ -71,8 +71,7 @@ def describe(paths: Sequence[str], *, prefix: str | None = None) -> Checkpoint:
     files: list[File] = []
     chunks: dict[str, _Chunks] = {}
     for path in found:
-        with about(path):
-            file, entries, metadata = read_file_with_metadata(path)
+        file, entries, metadata = read_file_with_metadata(path)
         with about(path):
             _add_chunks(chunks, len(files), entries, metadata)
         files.append(file)
@@ -115,6 +114,8 @@ def _find_files(directories: Sequence[str]) -> tuple[list[str], int]:
             if other != path and not os.path.samefile(other, path):
                 raise InconsistentRanksError(f"{name} twice: {other} and {path}")
     where = ", ".join(directories)
+    if not found:
+        raise CheckpointNotFoundError(f"{where}: no {FILES} here")
     totals = {total: path for (_, _, total), path in found.items()}
     if len(totals) > 1:
         two = " and ".join(list(totals.values())[:2])

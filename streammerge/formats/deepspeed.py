@@ -7,6 +7,7 @@ Beside the folders of the tags lies ``latest``, which names one of them. A tag's
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import re
@@ -86,7 +87,7 @@ def describe(paths: Sequence[str], *, tag: str | None = None) -> Checkpoint:
         skipped["optimizer_state_dict"] = f"optimizer state of {_ranks(len(optimizers))}"
     directories = [*paths, *folders, *([] if assets is None else [assets])]
     return Checkpoint(
-        root=paths[0],
+        root=folders[0],
         format=f"{NAME}-{stage}" if optimizers else "DeepSpeed",
         world_size=max(1, len(optimizers)),
         files=files,
@@ -135,6 +136,7 @@ def _folders_of_tag(paths: Sequence[str], tag: str | None) -> list[str]:
         else:
             folder, there = os.path.join(path, tag), _tags_in(path)
         if tag not in there:
+            _refuse_closed(folder)
             raise CheckpointNotFoundError(
                 f"{path}: no checkpoint of tag '{tag}' (found {', '.join(there) or 'none'})",
                 hint="--tag chooses one",
@@ -170,8 +172,15 @@ def _latest(paths: Sequence[str]) -> str | None:
 def _only_tag(paths: Sequence[str]) -> str:
     tags: dict[str, None] = {}
     for path in paths:
-        inside = [os.path.basename(os.path.abspath(path))] if _is_tag(path) else _tags_in(path)
+        if _is_tag(path):
+            inside = [os.path.basename(os.path.abspath(path))]
+        else:
+            inside = _tags_in(path)
+            for entry in os.listdir(path):
+                _refuse_closed(os.path.join(path, entry))  # it may be of another tag
         tags.update(dict.fromkeys(inside))
+    if not tags:
+        raise CheckpointNotFoundError(f"{', '.join(paths)}: no {FILES} here or one level below")
     if len(tags) != 1:
         raise CheckpointNotFoundError(
             f"{', '.join(paths)}: no file '{LATEST}', and {len(tags)} tags to choose from: "
@@ -179,6 +188,11 @@ def _only_tag(paths: Sequence[str]) -> str:
             hint="--tag chooses one",
         )
     return next(iter(tags))
+
+
+def _refuse_closed(path: str) -> None:
+    if os.path.isdir(path) and not os.access(path, os.R_OK | os.X_OK):
+        raise SourceError(f"{path}: {os.strerror(errno.EACCES)}", hint="--tag chooses another")
 
 
 def _asset_folders(paths: Sequence[str], folders: Sequence[str]) -> Iterator[str]:

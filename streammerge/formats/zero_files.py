@@ -12,6 +12,8 @@ Source: `_common_checkpoint_state` of ``deepspeed/runtime/engine.py``, `state_di
 from __future__ import annotations
 
 import math
+import os
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -21,6 +23,7 @@ from streammerge.checkpoint import File
 from streammerge.entries import Ints, View, kind_of, quoted, view_of
 from streammerge.errors import (
     CorruptFileError,
+    InconsistentRanksError,
     UnsupportedError,
     about,
 )
@@ -48,6 +51,7 @@ _OWN_KEYS = frozenset(
     }
 )
 _MAX_NUMEL = 1 << 60  # of a parameter; what sums these up stays within 64 bits
+_RANK = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d{1,9})_.*")
 _STEP_DTYPES = ("F32", "F64", "I32", "I64")
 
 
@@ -135,7 +139,7 @@ def read_model_states(path: str) -> ModelStates:
     Raises:
         SourceError: a file that is damaged, or of a kind that cannot be merged.
     """
-    source = read_torch_file(path, foreign=True)
+    source = _read_file(path)
     with about(path):
         root = source.root
         if not isinstance(root, dict) or "module" not in root or "buffer_names" not in root:
@@ -164,6 +168,23 @@ def read_model_states(path: str) -> ModelStates:
         )
 
 
+def _read_file(path: str) -> TorchFile:
+    """A file, which torch.save wrote under the rank that it has now.
+
+    Nothing else tells whose a partition of ZeRO-3 is. The pickle of a zip archive lies in a folder
+    that is called as the file was.
+    """
+    source = read_torch_file(path, foreign=True)
+    named, wrote = _RANK.fullmatch(os.path.basename(path)), _RANK.fullmatch(source.stem)
+    if named is not None and wrote is not None and int(named[1]) != int(wrote[1]):
+        raise InconsistentRanksError(
+            f"{path}: the file's name says rank {int(named[1])}, torch.save wrote it as "
+            f"{quoted(source.stem)}",
+            hint="the rank files were renamed or mixed up; restore their names",
+        )
+    return source
+
+
 def share_with(states: ModelStates, before: ModelStates) -> ModelStates:
     """The same with what is equal in another file in place of its own.
 
@@ -186,7 +207,7 @@ def read_optimizer_states(path: str) -> OptimizerStates:
     Raises:
         SourceError: a file that is damaged, or of a kind that cannot be merged.
     """
-    source = read_torch_file(path, foreign=True)
+    source = _read_file(path)
     with about(path):
         root = source.root if isinstance(source.root, dict) else {}
         states = root.get("optimizer_state_dict")
