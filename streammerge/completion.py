@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from streammerge.errors import ResultError
 from streammerge.journal import Journal
 from streammerge.output_files import check_file
 from streammerge.planner import Plan
@@ -60,3 +61,16 @@ class Completion:
         """The same, of all processes: each tells, as ``written``, which parts it has written."""
         for rank, state in enumerate(told):
             self.add(rank, state.get("written", ()))
+
+    def check_all(self) -> None:
+        """See that no part is missing, when all processes have ended their shares.
+
+        Raises:
+            ResultError: a process has not told of a part that it has written it.
+        """
+        with self._lock:
+            missing = sorted(self._missing)
+        if missing:
+            rank, index = missing[0]
+            name = self._plan.files[index].name
+            raise ResultError(f"{self._directory}/{name}: process {rank} has not written its part")

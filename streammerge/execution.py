@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Collection, Mapping, Sequence
+from array import array
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -58,7 +59,8 @@ class Report:
         peak_memory: highest resident bytes of a process so far (``VmHWM``); None where the system
             does not say.
         comparison: what was compared between ranks; None if nothing was.
-        crcs: what was compared with its CRC-32; None if nothing was.
+        crcs: what was compared with its CRC-32, also by a merge that this one goes on with; None
+            if nothing was.
         verified: whether the result was read again and compared with the checkpoint.
         skipped: entries that are no tensors.
         assets: the folder that side files were copied from; None if there is none.
@@ -104,6 +106,7 @@ def execute(
         started: when the merge began, by `time.monotonic`.
     """
     processes = processes or Processes()
+    processes.tell(written=[])  # what an earlier merge has written is no part of this one
     if processes.first:
         check_plan_target(plan, target, overwrite)
         check_space(target, plan.disk_nbytes)
@@ -142,9 +145,10 @@ def execute(
             sources.check_unchanged()
             _check(staging.result, target, raw=plan.unchecked)
             if verify:
-                check_written(
-                    plan, staging.result, device=fold_device, on_progress=with_phases(progress)
-                )
+                with processes.interruptible():  # the others wait, and may fail
+                    check_written(
+                        plan, staging.result, device=fold_device, on_progress=with_phases(progress)
+                    )
             check_plan_target(plan, target, overwrite)  # it may have appeared meanwhile
             staging.publish()
         peaks = processes.exchange(peak_memory())
@@ -217,16 +221,17 @@ def check_stored(
     processes = processes or Processes()
     checkpoint = plan.checkpoint
     before = {} if journal is None else journal.checked_members()
-    done = {file: set(members) for file, members in processes.exchange(_as_lists(before))[0]}
+    lists = [(file, members.tolist()) for file, members in before.items()]
+    done = {file: array("I", members) for file, members in processes.exchange(lists)[0]}
+    del lists
     total = crc_amount(checkpoint, done)
-    earlier = sum(map(len, done.values()))
-    mine: list[tuple[int, list[int]]] = []
+    mine: dict[int, list[int]] = {}
 
     def record(file: int, members: Sequence[int]) -> None:
         if journal is not None:
             journal.record_checked(file, members)
         else:
-            mine.append((file, list(members)))
+            mine.setdefault(file, []).extend(members)
 
     show = in_phase(progress, "check", total, processes)
     sources = Sources(checkpoint.files)
@@ -243,16 +248,19 @@ def check_stored(
     finally:
         sources.close()
     waiting = None if show is None else partial(show, report.nbytes)
-    found = processes.exchange((report.members, report.nbytes, mine), meanwhile=waiting)
+    told = (report.members, report.nbytes, list(mine.items()))
+    found = processes.exchange(told, meanwhile=waiting)
     if journal is not None:
         for file, members in (entry for _, _, checked in found for entry in checked):
             journal.record_checked(file, members)
+    if waiting is not None:
+        waiting()  # now it is known what all have done
     members, nbytes = (sum(column) for column in list(zip(*found, strict=True))[:2])
-    return replace(report, members=earlier + members, nbytes=nbytes)
-
-
-def _as_lists(members: Mapping[int, Collection[int]]) -> list[tuple[int, list[int]]]:
-    return [(file, sorted(some)) for file, some in members.items()]
+    for file, earlier in done.items():
+        sizes = checkpoint.files[file].members.sizes
+        members += len(earlier)
+        nbytes += sum(sizes[member] for member in earlier)
+    return replace(report, members=members, nbytes=nbytes)
 
 
 def _of_others(checkpoint: Checkpoint, processes: Processes) -> dict[int, range]:
@@ -346,8 +354,7 @@ def _meet_in_staging(staging: Staging | None, processes: Processes) -> _Place:
     found = None
     if staging is not None:
         token = os.urandom(16).hex()
-        if processes.size > 1:
-            staging.write_token(token)
+        staging.write_token(token)
         found = (staging.result, sorted(staging.kept), token)
     directory, kept, token = processes.exchange(found)[0]
     deadline = time.monotonic() + _SEEN_SECONDS
@@ -420,6 +427,8 @@ def _write_together(
     )
     processes.exchange(None, meanwhile=lambda: advance(done))
     advance(done)  # now all have told
+    if completion is not None:
+        completion.check_all()
 
 
 def _asset_files(plan: Plan) -> tuple[File, ...]:

@@ -12,6 +12,7 @@ import os
 import stat
 import threading
 import zlib
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -103,11 +104,11 @@ class Journal:
         """
         self.record(CHECKED, {"file": file, "members": list(members)})
 
-    def checked_members(self) -> dict[int, set[int]]:
+    def checked_members(self) -> dict[int, array[int]]:
         """What `record_checked` was told: index of a file -> indices of members."""
-        checked: dict[int, set[int]] = {}
+        checked: dict[int, array[int]] = {}  # there may be millions
         for payload in self.records(CHECKED):
-            checked.setdefault(payload["file"], set()).update(payload["members"])
+            checked.setdefault(payload["file"], array("I")).extend(payload["members"])
         return checked
 
     def records(self, kind: str) -> Iterator[Payload]:

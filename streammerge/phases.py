@@ -39,6 +39,7 @@ def in_phase(
     """
     if progress is None and processes.size == 1:
         return None
+    processes.tell(**{phase: 0})  # an earlier merge may have told another number
 
     def advance(nbytes: int) -> None:
         processes.check()

@@ -101,6 +101,7 @@ class Processes:
         self._link = _Link(rank, size, connect) if connect is not None else None
         self._exchanges = 0
         self._states: list[_State] = [(0, {})] * size
+        self._telling = threading.Lock()
         self._hosts: list[str] = []
         self._ended = False
 
@@ -180,13 +181,16 @@ class Processes:
     def tell(self, **state: Any) -> None:
         """Let the first process know something within a second, or with the next exchange.
 
+        Several threads may call it.
+
         Args:
             state: values for JSON, which stay as they are.
         """
-        number, before = self._states[self.rank]
-        self._states[self.rank] = (number + 1, {**before, **state})
-        if self._link is not None:
-            self._link.state = self._states[self.rank]
+        with self._telling:
+            number, before = self._states[self.rank]
+            self._states[self.rank] = (number + 1, {**before, **state})
+            if self._link is not None:
+                self._link.state = self._states[self.rank]
 
     def told(self) -> list[Mapping[str, Any]]:
         """What each process has told, as far as the first one knows, which calls this."""
@@ -196,7 +200,8 @@ class Processes:
         return [state for _, state in self._states]
 
     def _hear(self, rank: int, state: _State) -> None:
-        self._states[rank] = max(self._states[rank], state, key=lambda state: state[0])
+        with self._telling:
+            self._states[rank] = max(self._states[rank], state, key=lambda state: state[0])
 
     def check(self) -> None:
         """Stop here if another process failed or is gone.

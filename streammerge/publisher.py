@@ -49,7 +49,7 @@ class Staging:
         .DST.streammerge/    beside DST, or DST/.streammerge
             merged/          what becomes DST
             journal          the job, and what is done
-            token            written where several processes merge
+            token            of the merge whose directory this is
             old/             the former DST, while merged/ takes its place
 
     A context manager. It takes over what an interrupted merge of the same job left. Where the block
@@ -88,9 +88,13 @@ class Staging:
         self._made: list[str] = []
         self._ours = False  # not another merge's, nor another job's
         self._published = False
+        self._token: str | None = None
 
     def write_token(self, token: str) -> None:
-        """Leave something by which other processes know that they see this staging directory.
+        """Leave something by which all processes know that they see this staging directory.
+
+        And by which this one notices that it was taken over: there are file systems of several
+        machines that keep a lock to the machine that has it.
 
         Raises:
             TargetError: an error of writing.
@@ -100,6 +104,7 @@ class Staging:
             fd = os.open(os.path.join(self.path, _TOKEN), flags, 0o666)
             with open(fd, "w", encoding="ascii") as file:
                 file.write(token)
+            self._token = token
         except OSError as error:
             raise writing_error(self.path, error) from error
 
@@ -128,6 +133,7 @@ class Staging:
         traceback: TracebackType | None,
     ) -> None:
         with self._open:
+            self._ours = self._ours and not self._is_taken()
             kept = self._ours and not self._published and self._is_worth_keeping(error)
             if not self._published and not kept:
                 if self._ours:
@@ -139,8 +145,11 @@ class Staging:
         """Make the result the target. Its files are on the disk already.
 
         Raises:
+            TargetPathError: another merge has taken the staging directory over.
             TargetError: it cannot be renamed; an old target is then still in place.
         """
+        if self._is_taken():
+            raise TargetPathError(f"{self.path}: another merge has taken its place")
         try:
             for directory, _, _ in os.walk(self.result):
                 _sync_directory(directory)
@@ -154,6 +163,7 @@ class Staging:
         except OSError as error:
             raise writing_error(self.target, error) from error
         # An old result goes only now, when the new one is sure to be found after a crash.
+        self.journal.close()  # NFS keeps what is open, under another name
         _remove_tree(self.path)
 
     # --- beginning ---
@@ -228,6 +238,8 @@ class Staging:
                 hint="--restart discards it",
             )
         self._ours = True
+        with suppress(FileNotFoundError):  # a process of that merge may live on, and look for it
+            os.unlink(os.path.join(self.path, _TOKEN))
         self.journal = Journal(path)
         self._open.callback(self.journal.close)
         if not os.path.isdir(self.result):
@@ -239,6 +251,10 @@ class Staging:
         _sync_directory(os.path.dirname(self.path))
 
     # --- ending ---
+
+    def _is_taken(self) -> bool:
+        token = self._token
+        return not self._published and token is not None and not sees_token(self.result, token)
 
     def _rename(self) -> None:
         result = os.stat(self.result)

@@ -141,9 +141,13 @@ def missing_space(target: str, nbytes: int) -> int:
     existing = os.path.dirname(staging)
     while not os.path.isdir(existing):
         existing = os.path.dirname(existing)
+    places = [staging]
     try:
+        if why_fixed(target) is not None:
+            places += [os.path.join(target, entry) for entry in moved_entries(target)]
         status = os.statvfs(existing)
-        there = sum(os.lstat(path).st_blocks * 512 for path in _files_below(staging))
+        paths = (path for place in places for path in _files_below(place))
+        there = sum(os.lstat(path).st_blocks * 512 for path in paths)
     except OSError as error:
         raise writing_error(error.filename or existing, error) from error
     return max(0, nbytes - there - status.f_bavail * status.f_frsize)

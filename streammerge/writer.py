@@ -437,18 +437,15 @@ def _copy_file_range(source: int, target: TargetFile, start: int, offset: int, n
 
 
 def _send_file(source: int, target: TargetFile, start: int, offset: int, nbytes: int) -> int:
-    # sendfile writes at the file position, so each call needs a descriptor of its own.
+    # It writes at the file position, which nothing else uses, and one thread at a time writes. Not
+    # to the path: by now that may be the file of another merge, which has taken this one's place.
     done = 0
-    fd = os.open(target.path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        os.lseek(fd, offset, os.SEEK_SET)
-        while done < nbytes:
-            count = os.sendfile(fd, source, start + done, nbytes - done)
-            if count == 0:
-                return done
-            done += count
-    finally:
-        os.close(fd)
+    os.lseek(target.fd, offset, os.SEEK_SET)
+    while done < nbytes:
+        count = os.sendfile(target.fd, source, start + done, nbytes - done)
+        if count == 0:
+            return done
+        done += count
     return done
 
 

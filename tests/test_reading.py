@@ -29,6 +29,7 @@ import streammerge
 from streammerge import (
     CorruptFileError,
     NoSpaceError,
+    ResultError,
     SourceChangedError,
     SourceError,
     TargetError,
@@ -53,6 +54,7 @@ from streammerge.placement import Box, Replicate, Shard, Sharding, StridedShard,
 from streammerge.placement import iter_positions as positions
 from streammerge.reader import BandBuffer
 from streammerge.sources import Sources
+from streammerge.target import staging_path
 from streammerge.torchfile import read_torch_file
 from streammerge.values import Cast, Stored
 
@@ -704,6 +706,30 @@ def test_kernel_copies_that_do_a_part(
             os, "pwrite", lambda fd, data, offset: REAL_WRITE(fd, data[:write], offset)
         )
     write_and_check(maker, tmp_path / "merged", memory="64KiB")
+
+
+def test_kernel_copies_to_the_file_that_was_made(
+    maker: Maker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not to one that has its name by then: of another merge, on another machine."""
+    big(maker)
+    path = Path(staging_path(str(tmp_path / "merged"))) / "merged" / "model.safetensors"
+    copied = 0
+
+    def send(target: int, source: int, offset: int, count: int) -> int:
+        nonlocal copied
+        if not copied:
+            path.unlink()
+            path.write_bytes(b"")
+        copied += (done := REAL_SENDFILE(target, source, offset, count))
+        return done
+
+    if REAL_COPY is not None:
+        monkeypatch.setattr(os, "copy_file_range", refuse(errno.EXDEV))
+    monkeypatch.setattr(os, "sendfile", send)
+    with pytest.raises(ResultError, match="has 0 bytes"):
+        write_and_check(maker, tmp_path / "merged")
+    assert copied
 
 
 def test_kernel_copies_as_they_are(maker: Maker, tmp_path: Path) -> None:

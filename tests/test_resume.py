@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import checkpoints
@@ -26,9 +27,10 @@ from oracles import assert_same_tensors, load_directory
 import streammerge
 from streammerge import Progress, SourceChangedError, SourceError, TargetError, TargetPathError
 from streammerge.cli import main
+from streammerge.crc import crc_amount
 from streammerge.journal import Journal, Written, read_records, read_written
 from streammerge.planner import fingerprint
-from streammerge.target import staging_path
+from streammerge.target import missing_space, staging_path
 
 ROOT = Path(__file__).resolve().parents[1]
 TIMEOUT_SECONDS = 60
@@ -574,11 +576,31 @@ def test_a_merge_that_is_comparing_has_the_target(source: Path, target: Path) ->
     assert seen
 
 
+def test_a_merge_that_another_one_took_over(
+    source: Path, target: Path, expected: dict[str, str]
+) -> None:
+    """As on two machines whose file system keeps locks to one: it leaves all as it is."""
+    seen = []
+
+    def progress(state: Progress) -> None:
+        if state.phase == "compare" and not seen:
+            seen.append(state)
+            (staging_of(target) / "token").write_text("of another one")
+            (staging_of(target) / "mine").write_text("of another one")
+
+    with pytest.raises(TargetPathError, match=r"another merge has taken its place$"):
+        streammerge.merge(source, target, progress=progress, **OPTIONS)
+    assert not target.exists()
+    assert (staging_of(target) / "mine").exists()
+    streammerge.merge(source, target, **OPTIONS)
+    assert checkpoints.digests(target) == expected
+
+
 # --- what was compared with its CRC-32 ------------------------------------------------------------
 
 
 def bytes_to_check(source: Path, target: Path) -> int:
-    """Merge, with --check-crc, and say how many bytes are read for that."""
+    """Merge, with --check-crc, and say how many bytes are read for that; all are reported."""
     totals = []
 
     def progress(state: Progress) -> None:
@@ -587,8 +609,8 @@ def bytes_to_check(source: Path, target: Path) -> int:
 
     report = streammerge.merge(source, target, check_crc=True, progress=progress, **OPTIONS)
     assert report.crcs is not None
-    assert report.crcs.nbytes == max(totals, default=0)
-    return report.crcs.nbytes
+    assert report.crcs.nbytes == crc_amount(streammerge.describe(source))
+    return max(totals, default=0)
 
 
 def test_what_was_checked_is_not_read_again(
@@ -952,6 +974,38 @@ def test_moving_in_is_interrupted(
     streammerge.merge(source, mount, **OPTIONS)
     assert result_in(mount) == expected
     assert all(file.lies_in(str(mount)) for file in finished)
+
+
+def test_what_was_moved_in_needs_no_room_again(
+    source: Path, mount: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rename = os.rename
+
+    def fail(old: str, new: str) -> None:
+        if Path(new).name == WEIGHTS[2]:
+            raise OSError(5, "Input/output error")
+        rename(old, new)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("streammerge.publisher.moved_entries", lambda _: [])  # as by a kill
+        patch.setattr(os, "rename", fail)
+        with pytest.raises(TargetError, match="Input/output error"):
+            streammerge.merge(source, mount, **OPTIONS)
+    assert (mount / WEIGHTS[1]).exists()
+    files = [path for path in mount.rglob("*") if path.is_file()]
+    there = sum(path.stat().st_blocks * 512 for path in files)
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=0, f_frsize=1))
+    assert missing_space(str(mount), there + 1) == 1
+
+
+def test_what_others_look_for_is_gone(source: Path, target: Path) -> None:
+    """A process that lives on, of several of which the first was killed, ends at its next file."""
+    interrupt(source, target, after=2)
+    token = staging_of(target) / "token"
+    earlier = token.read_text()
+    seen = []
+    streammerge.merge(source, target, progress=lambda _: seen.append(token.read_text()), **OPTIONS)
+    assert earlier not in seen
 
 
 def test_another_job_in_a_mount_point(

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import random
 import shutil
+import signal
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +28,14 @@ from strategies import fixed
 
 import streammerge
 from streammerge import Progress, ReplicaMismatchError, StreamMergeError, execution, shares
-from streammerge.errors import ProcessesError, SourceChangedError, TargetPathError
+from streammerge.errors import (
+    CorruptFileError,
+    ProcessesError,
+    ResultError,
+    SourceChangedError,
+    TargetError,
+    TargetPathError,
+)
 from streammerge.journal import read_written
 from streammerge.processes import Processes, SaidElsewhere
 from streammerge.target import staging_path
@@ -194,6 +204,99 @@ def test_resumed_by_another_number(
         assert file.lies_in(str(target))
 
 
+def test_a_second_merge_of_the_same_processes(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What they have told about the first one says nothing about files of the second."""
+    store, write = FakeStore(), execution.write_files
+
+    def write_but_one(plan: Any, directory: str, *rest: Any, **options: Any) -> int:
+        if threading.current_thread() is threads[1] and ".second." in directory:
+            raise KeyboardInterrupt
+        return write(plan, directory, *rest, **options)
+
+    def live(rank: int) -> None:
+        one = Processes(rank, 2, local_rank=rank, local_size=2, connect=lambda: store)
+        with suppress(KeyboardInterrupt, SaidElsewhere), one:
+            for name in ("first", "second"):
+                streammerge.merge(source, tmp_path / name, processes=one, **OPTIONS)
+
+    monkeypatch.setattr(execution, "write_files", write_but_one)
+    threads = [threading.Thread(target=live, args=[rank]) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (tmp_path / "first" / WEIGHTS[5]).exists()
+    finished = read_written(str(Path(staging_path(str(tmp_path / "second"))) / "journal"))
+    assert {file.name for file in finished} <= set(WEIGHTS[:3])
+    streammerge.merge(source, tmp_path / "second", **OPTIONS)
+    assert checkpoints.digests(tmp_path / "second") == checkpoints.digests(tmp_path / "first")
+
+
+def test_a_part_that_nobody_has_written(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = execution.write_files
+
+    def leave_out(plan: Any, directory: str, sources: Any, share: Any, **rest: Any) -> int:
+        left = [part for part in share if part.file != 4]
+        return write(plan, directory, sources, left, **rest)
+
+    monkeypatch.setattr(execution, "write_files", leave_out)
+    error = assert_one_error(merge_together(2, source, tmp_path / "merged", **OPTIONS))
+    assert isinstance(error, ResultError)
+    assert str(error).endswith(f"{WEIGHTS[4]}: process 1 has not written its part")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_checked_and_verified(count: int, source: Path, tmp_path: Path) -> None:
+    options = OPTIONS | {"check_crc": True, "verify": True}
+    alone = streammerge.merge(source, tmp_path / "alone", **options)
+    seen: list[Progress] = []
+    ends = merge_together(
+        count, source, tmp_path / "merged", each=lambda _: {"progress": seen.append}, **options
+    )
+    assert alone.crcs is not None
+    for end in ends:
+        assert (end.crcs, end.verified) == (alone.crcs, True)
+    assert checkpoints.digests(tmp_path / "merged") == checkpoints.digests(tmp_path / "alone")
+    for phase, total in (("check", alone.crcs.nbytes), ("verify", 6 * 256)):
+        shown = [state for state in seen if state.phase == phase]
+        assert shown[-1] == Progress(phase, total, total)
+        assert [state.done for state in shown] == sorted(state.done for state in shown)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_damage_is_found_by_whoever_checks(rank: int, source: Path, tmp_path: Path) -> None:
+    """Each of two processes checks one of two files."""
+    path = checkpoints.rank_file(source, rank, 2)
+    data = bytearray(path.read_bytes())
+    data[data.index(struct.pack("<f", 5.0) * 64) + 3] ^= 1
+    path.write_bytes(data)
+    error = assert_one_error(merge_together(2, source, tmp_path / "merged", check_crc=True))
+    assert isinstance(error, CorruptFileError)
+    assert str(error).startswith(f"{path}: the data of key 'layers.5.weight' are damaged")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
+
+
+def test_what_was_checked_together_is_not_read_again(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        fail, each = refuse_to_write(1, 0)
+        patch.setattr(execution, "write_files", fail)
+        merge_together(2, source, tmp_path / "merged", each=each, check_crc=True, **OPTIONS)
+    seen: list[Progress] = []
+    report = streammerge.merge(
+        source, tmp_path / "merged", check_crc=True, progress=seen.append, **OPTIONS
+    )
+    assert {state.total for state in seen if state.phase == "check"} == {0}
+    whole = streammerge.merge(source, tmp_path / "alone", check_crc=True, **OPTIONS)
+    assert report.crcs == whole.crcs
+
+
 def test_progress_of_all_in_the_first(source: Path, tmp_path: Path) -> None:
     seen: list[list[Progress]] = [[], [], []]
     merge_together(
@@ -237,6 +340,52 @@ def test_parts_of_one_large_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert str(error) == (
         "key 'w': rank 1 holds another value than rank 0 (first at index [13, 2])"
     )
+
+
+@pytest.fixture
+def same_signals() -> Iterator[None]:
+    """A process that fails with others ignores signals from then on."""
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    handlers = [signal.getsignal(number) for number in numbers]
+    yield
+    for number, handler in zip(numbers, handlers, strict=True):
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("same_signals")
+def test_verifying_is_interrupted(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the first process does it, and the others wait."""
+    verifying, store = threading.Event(), FakeStore()
+
+    def verify(*_: object, **__: object) -> None:
+        verifying.set()
+        time.sleep(30)
+
+    def fail() -> int:
+        verifying.wait(30)
+        raise TargetError("no room for the others")
+
+    def live(rank: int) -> None:
+        one = Processes(rank, 2, local_rank=rank, local_size=2, connect=lambda: store)
+        with one:
+            streammerge.merge(source, tmp_path / "merged", processes=one, verify=True, **OPTIONS)
+
+    def live_elsewhere() -> None:
+        with suppress(SaidElsewhere):
+            live(1)
+
+    monkeypatch.setattr(execution, "check_written", verify)
+    monkeypatch.setattr(execution, "peak_memory", fail)
+    other = threading.Thread(target=live_elsewhere)
+    other.start()
+    started = time.monotonic()
+    with pytest.raises(TargetError, match="no room for the others"):
+        live(0)
+    other.join()
+    assert time.monotonic() - started < 20
+    assert not (tmp_path / "merged").exists()
 
 
 # --- what does not fit together -------------------------------------------------------------------
