@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import marshal
 import os
+import select
 import signal
 import struct
 import sys
@@ -43,6 +44,8 @@ MAX_PROCESSES = 8
 
 _T = TypeVar("_T")
 _READY = b"\n"
+_LOOK_MILLISECONDS = 1000
+_PIPE_SIZE = 64 << 10
 _LENGTH = struct.Struct("<Q")
 _FORMS: tuple[type[Form], ...] = (PlainForm, MeshForm, BoxForm)
 # Modules are found without __init__.py, which would import the whole package.
@@ -188,8 +191,22 @@ def _receive(process: Popen[bytes], path: str, names: list[str]) -> RankFile:
 
 
 def _read(process: Popen[bytes], size: int) -> bytes:
+    """So many bytes, or less if the process ends."""
     assert process.stdout is not None
-    return process.stdout.read(size)
+    fd = process.stdout.fileno()
+    # A Ctrl-C that comes just before a read that blocks would not be seen until that ends.
+    ready = select.poll()
+    ready.register(fd, select.POLLIN)
+    parts = []
+    while size:
+        while not ready.poll(_LOOK_MILLISECONDS):
+            pass
+        part = os.read(fd, min(size, _PIPE_SIZE))
+        if not part:
+            break
+        parts.append(part)
+        size -= len(part)
+    return b"".join(parts)
 
 
 def _stop(processes: Sequence[Popen[bytes]]) -> None:
