@@ -134,6 +134,22 @@ class Goals:
         rows.append(memory_row(f"peak memory of these, {what}", merges, 48 * MIB))
         return rows
 
+    def checking(self) -> list[Row]:
+        """Check CRC-32 before, and the result after: what that costs. It has no goal."""
+        source = self._workspace.make(self._scale.copied, 8, *AS_COMPARED)
+        options = ("--check-crc", "--verify")
+        runs = self._measure(
+            self._merge("plain", source),
+            *(self._merge(option, source, option) for option in options),
+        )
+        return [
+            cost_row(
+                f"`merge {option}` against `merge`, {self._scale.copied}", taken, runs["plain"]
+            )
+            for option, taken in runs.items()
+            if option in options
+        ]
+
     def casting(self) -> list[Row]:
         """Cast float32 to bfloat16: against a copy of half the bytes, and torch's import."""
         source = self._workspace.make(self._scale.cast, 8, "--dtype", "float32")
@@ -234,8 +250,8 @@ class Goals:
 SECTIONS: dict[str, Callable[[Goals], list[Row]]] = {
     section.__name__: section
     for section in (
-        *(Goals.copying, Goals.casting, Goals.peers, Goals.memory),
-        *(Goals.starting, Goals.planning, Goals.experts),
+        *(Goals.copying, Goals.checking, Goals.casting, Goals.peers),
+        *(Goals.memory, Goals.starting, Goals.planning, Goals.experts),
     )
 }
 
@@ -252,6 +268,12 @@ def time_row(figure: str, mine: Sequence[Usage], others: Sequence[Usage], limit:
     """Return a ratio of seconds and the most that it may be."""
     found = ratios([usage.seconds for usage in mine], [usage.seconds for usage in others])
     return Row(figure, f"≤ {limit}", str(found), found.median <= limit)
+
+
+def cost_row(figure: str, mine: Sequence[Usage], others: Sequence[Usage]) -> Row:
+    """Return a ratio of seconds that has no goal."""
+    found = ratios([usage.seconds for usage in mine], [usage.seconds for usage in others])
+    return Row(figure, "none", str(found), True)
 
 
 def seconds_row(figure: str, taken: Sequence[Usage], limit: float) -> Row:
@@ -278,12 +300,19 @@ def peer_rows(config: str, peer: dict[str, Any], ours: dict[str, Any]) -> list[R
     ]
 
 
+def verdict(row: Row) -> str:
+    """Return whether the goal is met, if there is one."""
+    if row.goal == "none":
+        return ""
+    return "met" if row.met else "missed"
+
+
 def render(sections: Mapping[str, Sequence[Row]]) -> str:
     """Return the rows of all sections as a Markdown table."""
     rows = [row for name in SECTIONS for row in sections.get(name, ())]
     return table(
         ["figure", "goal", "measured", ""],
-        ([row.figure, row.goal, row.measured, "met" if row.met else "missed"] for row in rows),
+        ([row.figure, row.goal, row.measured, verdict(row)] for row in rows),
     )
 
 

@@ -5,7 +5,6 @@ The sources are sparse, so that only the output takes space on the disk. It is r
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import shutil
@@ -16,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import make_checkpoint as maker
 import pytest
 import safetensors
 import torch
@@ -55,20 +55,6 @@ print(json.dumps({{
 """
 MERGE = "from streammerge.cli import main\ncode = main(argv)"
 IMPORT_TORCH = "import torch\ncode = int(torch.ones(8).to(torch.bfloat16).sum()) - 8"
-
-
-def load_maker() -> Any:
-    path = ROOT / "benchmarks" / "make_checkpoint.py"
-    spec = importlib.util.spec_from_file_location("make_checkpoint", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-maker = load_maker()
 
 
 @pytest.fixture(autouse=True)
