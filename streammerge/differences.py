@@ -17,11 +17,12 @@ from streammerge.arithmetic import import_torch, one_torch_thread
 from streammerge.bands import Band, bands
 from streammerge.checkpoint import Tensor
 from streammerge.dtypes import ITEMSIZE
-from streammerge.elements import show
+from streammerge.elements import first_difference, show
 from streammerge.errors import UnsupportedError
 from streammerge.evaluate import band_numel, buffer_nbytes, evaluate, least_buffer, value_bands
 from streammerge.measure import Measure, Tolerance, measure
 from streammerge.parallel import STACK_SIZE, TORCH_STACK_SIZE, Team, run
+from streammerge.placement import unravel
 from streammerge.reader import BandBuffer, read_stored
 from streammerge.sources import Sources
 from streammerge.values import Fold, Stored, Value, needs_torch
@@ -319,17 +320,8 @@ def _with_room(buffer: BandBuffer, nbytes: int) -> BandBuffer:
 
 
 def _first_difference(start: int, expected: memoryview, found: memoryview, dtype: str) -> _Found:
-    """The first element that differs, of parts that do, by halving."""
-    itemsize = ITEMSIZE[dtype]
-    low, high = 0, len(expected) // itemsize
-    while high - low > 1:
-        middle = (low + high) // 2
-        where = slice(low * itemsize, middle * itemsize)
-        if bytes(expected[where]) == bytes(found[where]):
-            low = middle
-        else:
-            high = middle
-    return _element(start + low, start, expected, found, dtype)
+    index = first_difference(expected, found, ITEMSIZE[dtype])
+    return _element(start + index, start, expected, found, dtype)
 
 
 def _element(index: int, start: int, expected: memoryview, found: memoryview, dtype: str) -> _Found:
@@ -341,7 +333,7 @@ def _element(index: int, start: int, expected: memoryview, found: memoryview, dt
 def _difference(pair: Pair, found: _Found, total: Measure | None) -> ValueDifference:
     reference, merged = show(pair.merged.dtype, found.reference, found.merged)
     return ValueDifference(
-        index=_unravel(found.index, pair.merged.shape),
+        index=unravel(found.index, pair.merged.shape),
         reference=reference,
         merged=merged,
         count=None if total is None else total.count,
@@ -349,14 +341,6 @@ def _difference(pair: Pair, found: _Found, total: Measure | None) -> ValueDiffer
         largest=None if total is None else total.largest,
         rounding=total is not None and total.rounding and isinstance(pair.reference, Fold),
     )
-
-
-def _unravel(position: int, shape: Sequence[int]) -> tuple[int, ...]:
-    index = []
-    for size in reversed(shape):
-        position, at = divmod(position, size)
-        index.append(at)
-    return tuple(reversed(index))
 
 
 def _in_phase(progress: OnProgress | None, phase: str, total: int) -> Callable[[int], None] | None:

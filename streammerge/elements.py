@@ -17,6 +17,7 @@ from streammerge.dtypes import PACKING
 
 Element = bool | int | float | complex | tuple[float, float]
 
+_BLOCK_SIZE = 64 << 10  # bytes that are copied to be compared
 _SIGNED = frozenset({"I8", "I16", "I32", "I64"})
 _IEEE = {"F64": "<d", "F32": "<f", "F16": "<e"}
 
@@ -112,3 +113,28 @@ def show(dtype: str, first: bytes, other: bytes) -> tuple[str, str]:
 
 def _with_bits(text: str, data: bytes) -> str:
     return f"{text} (0x{data[::-1].hex()})"
+
+
+def first_difference(first: memoryview, other: memoryview, itemsize: int) -> int:
+    """The index of the first element of two bands that differs.
+
+    Args:
+        first, other: bytes of both, which are not equal.
+        itemsize: bytes of an element.
+    """
+    block = max(1, _BLOCK_SIZE // itemsize)
+    count = len(first) // itemsize
+
+    def equal(begin: int, end: int) -> bool:
+        where = slice(begin * itemsize, end * itemsize)
+        return bytes(first[where]) == bytes(other[where])
+
+    low = next(at for at in range(0, count, block) if not equal(at, min(at + block, count)))
+    high = min(low + block, count)
+    while high - low > 1:
+        middle = (low + high) // 2
+        if equal(low, middle):
+            low = middle
+        else:
+            high = middle
+    return low

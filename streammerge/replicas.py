@@ -8,6 +8,7 @@ the work, and then what they have found.
 from __future__ import annotations
 
 import math
+import operator
 import os
 import sys
 import threading
@@ -18,9 +19,11 @@ from typing import TYPE_CHECKING
 from streammerge.bands import Band, bands
 from streammerge.checkpoint import Checkpoint, Chunk, MeshLayout, Tensor
 from streammerge.dtypes import ITEMSIZE
+from streammerge.elements import first_difference
 from streammerge.errors import ReplicaMismatchError, UsageError
 from streammerge.evaluate import band_numel, buffer_nbytes
 from streammerge.parallel import STACK_SIZE, TORCH_STACK_SIZE, Team, run
+from streammerge.placement import unravel
 from streammerge.processes import Processes
 from streammerge.reader import BandBuffer, read_shard
 from streammerge.shares import owner
@@ -272,7 +275,9 @@ def _compare(
             if ranks[slot] not in found:
                 _read_copy(job, slot, band, sources, other)
                 if not equal(first.data, other.memory[:nbytes]):
-                    index = _first_difference(first.memory, other.memory, band, itemsize)
+                    copies = first.memory[:nbytes], other.memory[:nbytes]
+                    at = unravel(first_difference(*copies, itemsize), band.sizes)
+                    index = tuple(map(operator.add, band.offsets, at))
                     found[ranks[slot]] = _Found(ranks[job.slots[0]], index)
             team.advance(nbytes)
     return found
@@ -307,23 +312,6 @@ def _from_lists(lists: _Lists) -> dict[str, dict[int, _Found]]:
 def _read_copy(job: _Job, slot: int, band: Band, sources: Sources, buffer: BandBuffer) -> None:
     strides = job.tensor.extents.strides.get(slot)
     read_shard(job.tensor, job.chunk.box, slot, strides, band, sources, buffer)
-
-
-def _first_difference(
-    first: memoryview, other: memoryview, band: Band, itemsize: int
-) -> tuple[int, ...]:
-    """Index in the tensor of the first element that differs."""
-    ends = range(itemsize, band.numel * itemsize + 1, itemsize)
-    at = next(
-        i
-        for i, end in enumerate(ends)
-        if first[end - itemsize : end] != other[end - itemsize : end]
-    )
-    index = []
-    for offset, size in zip(reversed(band.offsets), reversed(band.sizes), strict=True):
-        index.append(offset + at % size)
-        at //= size
-    return tuple(reversed(index))
 
 
 def _difference(tensor: Tensor, found: dict[int, _Found]) -> Difference:
