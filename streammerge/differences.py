@@ -22,6 +22,7 @@ from streammerge.errors import UnsupportedError
 from streammerge.evaluate import band_numel, buffer_nbytes, evaluate, least_buffer, value_bands
 from streammerge.measure import Measure, Tolerance, measure
 from streammerge.parallel import STACK_SIZE, TORCH_STACK_SIZE, Team, run
+from streammerge.phases import OnProgress, in_phase
 from streammerge.placement import unravel
 from streammerge.reader import BandBuffer, read_stored
 from streammerge.sources import Sources
@@ -29,8 +30,6 @@ from streammerge.values import Fold, Stored, Value, needs_torch
 
 _BATCH_COUNT = 8  # bands of a tensor that are handed out together
 _LEAST_SHARE = 64 << 10  # of the buffer, for what is merged, where a fold takes all of it
-
-OnProgress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +193,7 @@ def _find_differing(
         _jobs(enumerate(pairs), buffer_size),
         make_worker,
         workers,
-        _in_phase(on_progress, "verify", sum(pair.merged.nbytes for pair in pairs)),
+        in_phase(on_progress, "verify", sum(pair.merged.nbytes for pair in pairs)),
         stack_size,
     )
     return differing
@@ -237,7 +236,7 @@ def _measure_differing(
         _jobs(differing_pairs, buffer_size),
         make_worker,
         workers,
-        _in_phase(on_progress, "measure", total),
+        in_phase(on_progress, "measure", total),
         TORCH_STACK_SIZE,
     )
     return measured
@@ -341,9 +340,3 @@ def _difference(pair: Pair, found: _Found, total: Measure | None) -> ValueDiffer
         largest=None if total is None else total.largest,
         rounding=total is not None and total.rounding and isinstance(pair.reference, Fold),
     )
-
-
-def _in_phase(progress: OnProgress | None, phase: str, total: int) -> Callable[[int], None] | None:
-    if progress is None:
-        return None
-    return lambda done: progress(phase, done, total)

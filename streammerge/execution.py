@@ -29,7 +29,7 @@ from streammerge.errors import (
 )
 from streammerge.formats import find_training
 from streammerge.journal import Journal
-from streammerge.phases import OnProgress, in_phase, with_phases
+from streammerge.phases import OnProgress, in_phase
 from streammerge.planner import Fingerprint, Plan, fingerprint, output_names
 from streammerge.processes import Processes
 from streammerge.publisher import Staging, sees_token
@@ -146,9 +146,7 @@ def execute(
             _check(staging.result, target, raw=plan.unchecked)
             if verify:
                 with processes.interruptible():  # the others wait, and may fail
-                    check_written(
-                        plan, staging.result, device=fold_device, on_progress=with_phases(progress)
-                    )
+                    check_written(plan, staging.result, device=fold_device, on_progress=progress)
             check_plan_target(plan, target, overwrite)  # it may have appeared meanwhile
             staging.publish()
         peaks = processes.exchange(peak_memory())

@@ -27,16 +27,21 @@ OnProgress = Callable[[Progress], None]
 
 
 def in_phase(
-    progress: OnProgress | None, phase: str, total: int, processes: Processes, there: int = 0
+    progress: OnProgress | None,
+    phase: str,
+    total: int,
+    processes: Processes | None = None,
+    there: int = 0,
 ) -> Callable[[int], None] | None:
     """What to call with the bytes that this process has done; those of all are shown.
 
     Args:
         progress: shows them.
         phase, total: see `Progress`.
-        processes: those that share the work.
+        processes: those that share the work; this one alone if not given.
         there: bytes that were done before.
     """
+    processes = processes or Processes()
     if progress is None and processes.size == 1:
         return None
     processes.tell(**{phase: 0})  # an earlier merge may have told another number
@@ -49,10 +54,3 @@ def in_phase(
             progress(Progress(phase, done, total))
 
     return advance
-
-
-def with_phases(progress: OnProgress | None) -> Callable[[str, int, int], None] | None:
-    """What to call with the name, the bytes done and the bytes in all of a phase."""
-    if progress is None:
-        return None
-    return lambda phase, done, total: progress(Progress(phase, done, total))

@@ -16,7 +16,7 @@ from streammerge.execution import Report, execute, peak_memory
 from streammerge.formats import AUTO, describe
 from streammerge.formats import Sources as SourcePaths
 from streammerge.measure import Tolerance
-from streammerge.phases import OnProgress, with_phases
+from streammerge.phases import OnProgress
 from streammerge.planner import (
     DEFAULT_MEMORY,
     DEFAULT_SHARD_SIZE,
@@ -202,7 +202,7 @@ def verify(
         found,
         tolerance=tolerance,
         device=device,
-        on_progress=with_phases(progress),
+        on_progress=progress,
     )
     return Verification(
         reference=expected.root,

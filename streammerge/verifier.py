@@ -15,13 +15,14 @@ from streammerge.adapt import Model, Output
 from streammerge.assets import ADAPTER_DIRECTORY, ADAPTER_FILE, VALUE_HEAD_FILE
 from streammerge.changes import Change
 from streammerge.checkpoint import Checkpoint, Extents, PlainLayout, Tensor
-from streammerge.differences import OnProgress, Pair, ValueDifference, compare_values
+from streammerge.differences import Pair, ValueDifference, compare_values
 from streammerge.dtypes import FLOATING, TO_TORCH
 from streammerge.errors import ResultError
 from streammerge.formats import AUTO, FORMATS, describe, safetensors_files
 from streammerge.formats import Sources as SourcePaths
 from streammerge.header import SINGLE_FILE
 from streammerge.measure import Tolerance
+from streammerge.phases import OnProgress
 from streammerge.planner import Plan
 from streammerge.sources import Sources
 from streammerge.values import Cast, Fold, Value
@@ -244,8 +245,8 @@ def compare_with_plan(
         merged: what is there.
         tolerance: how far values may be apart; None compares every bit.
         device: where folds are computed, ``cpu`` or ``cuda``.
-        on_progress: called now and then, in this thread, with the phase (``verify``, then
-            ``measure`` for what differs), and its bytes done and in all.
+        on_progress: called now and then, in this thread; the phase is ``verify``, then ``measure``
+            for what differs.
 
     Raises:
         SourceError: a file that cannot be read or has changed.
