@@ -32,6 +32,7 @@ from streammerge.errors import (
 from streammerge.formats.chunks import Layouts
 from streammerge.formats.dcp_metadata import Metadata, TensorInfo, opened, read_metadata
 from streammerge.formats.dcp_parts import choose_part
+from streammerge.formats.rank_paths import holds_file
 from streammerge.names import refuse_flat_parameter
 from streammerge.stored_tensors import TensorReader
 from streammerge.torchfile import Span
@@ -50,11 +51,7 @@ _ANY_FILE = re.compile(r"\.metadata|.*\.distcp")
 
 def matches(path: str, *, prefix: str | None = None) -> bool:
     """Whether a directory holds DCP files, whichever part of them is asked for."""
-    try:
-        with os.scandir(path) as entries:
-            return any(_ANY_FILE.fullmatch(entry.name) for entry in entries)
-    except OSError:
-        return False
+    return holds_file(path, _ANY_FILE)
 
 
 def describe(paths: Sequence[str], *, prefix: str | None = None) -> Checkpoint:

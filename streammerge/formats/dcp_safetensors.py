@@ -29,6 +29,7 @@ from streammerge.errors import (
 )
 from streammerge.formats.chunks import Layouts
 from streammerge.formats.dcp_parts import choose_part
+from streammerge.formats.rank_paths import holds_file
 from streammerge.formats.safetensors_files import Entry, read_file_with_metadata
 from streammerge.names import refuse_flat_parameter
 from streammerge.unpickler import brief, is_shape
@@ -48,11 +49,7 @@ _MAX_NAMED = 20
 
 def matches(path: str, *, prefix: str | None = None) -> bool:
     """Whether a directory holds such files."""
-    try:
-        with os.scandir(path) as entries:
-            return any(_FILE.fullmatch(entry.name) for entry in entries)
-    except OSError:
-        return False
+    return holds_file(path, _FILE)
 
 
 def describe(paths: Sequence[str], *, prefix: str | None = None) -> Checkpoint:

@@ -64,6 +64,15 @@ def parse_pattern(text: str) -> Pattern:
     return Pattern(text, tuple(map(_expression, components)))
 
 
+def holds_file(directory: str, name: re.Pattern[str]) -> bool:
+    """Whether a directory holds a file whose whole name an expression matches."""
+    try:
+        with os.scandir(directory) as entries:
+            return any(name.fullmatch(entry.name) for entry in entries)
+    except OSError:
+        return False
+
+
 def has_rank_files(directory: str, pattern: Pattern) -> bool:
     """Whether a directory holds a file of a pattern."""
     try:

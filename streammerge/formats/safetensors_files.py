@@ -21,7 +21,6 @@ from streammerge.errors import (
     CorruptFileError,
     SourceError,
     UnsupportedError,
-    UsageError,
     about,
 )
 from streammerge.formats.weight_map import (
@@ -32,6 +31,7 @@ from streammerge.formats.weight_map import (
     has_weights,
     listed,
     note_place,
+    only_directory,
     parse_object,
     quote,
     read_range,
@@ -91,10 +91,7 @@ def describe(paths: Sequence[str]) -> Checkpoint:
         CorruptFileError: a file that is cut short, damaged, or no safetensors file.
         UnsupportedError: files that contradict each other, no tensors, or an unknown dtype.
     """
-    directories = tuple(dict.fromkeys(paths))
-    if len(directories) != 1:
-        raise UsageError(f"expected one Hugging Face directory, not {len(directories)}")
-    (directory,) = directories
+    directory = only_directory(paths)
     weight_map = find_weights(directory, SINGLE_FILE, INDEX_FILE)
     if not weight_map and not os.path.isfile(os.path.join(directory, SINGLE_FILE)):
         _raise_nothing_found(directory)

@@ -12,9 +12,15 @@ from dataclasses import replace
 
 from streammerge.checkpoint import Checkpoint, File, PlainLayout, Skipped, Tensor
 from streammerge.entries import quoted, read_rank_file
-from streammerge.errors import CheckpointNotFoundError, UnsupportedError, UsageError
+from streammerge.errors import CheckpointNotFoundError, UnsupportedError
 from streammerge.formats.rank_union import collect_keys, unite
-from streammerge.formats.weight_map import check_places, find_weights, has_weights, note_place
+from streammerge.formats.weight_map import (
+    check_places,
+    find_weights,
+    has_weights,
+    note_place,
+    only_directory,
+)
 
 SINGLE_FILE = "pytorch_model.bin"
 INDEX_FILE = "pytorch_model.bin.index.json"
@@ -41,10 +47,7 @@ def describe(paths: Sequence[str]) -> Checkpoint:
         UsageError: several directories.
         SourceError: no weights there, files that are missing, damaged or contradict each other.
     """
-    directories = tuple(dict.fromkeys(paths))
-    if len(directories) != 1:
-        raise UsageError(f"expected one Hugging Face directory, not {len(directories)}")
-    (directory,) = directories
+    directory = only_directory(paths)
     weight_map = find_weights(directory, SINGLE_FILE, INDEX_FILE)
     if not weight_map and not os.path.isfile(os.path.join(directory, SINGLE_FILE)):
         raise CheckpointNotFoundError(

@@ -15,6 +15,7 @@ from streammerge.errors import (
     CheckpointNotFoundError,
     CorruptFileError,
     UnsupportedError,
+    UsageError,
     about,
 )
 from streammerge.header import MAX_HEADER_BYTES
@@ -33,6 +34,18 @@ def has_weights(directory: str, single: str, index: str) -> bool:
     """
     beside = (index, single) if os.path.isfile(os.path.join(directory, "config.json")) else (index,)
     return any(os.path.isfile(os.path.join(directory, name)) for name in beside)
+
+
+def only_directory(paths: Sequence[str]) -> str:
+    """The one directory that a finished model is in.
+
+    Raises:
+        UsageError: several.
+    """
+    directories = list(dict.fromkeys(paths))
+    if len(directories) != 1:
+        raise UsageError(f"expected one Hugging Face directory, not {len(directories)}")
+    return directories[0]
 
 
 def find_weights(directory: str, single: str, index: str) -> dict[str, str]:
