@@ -181,6 +181,7 @@ def compare(
     processes = processes or Processes()
     checkpoint = plan.checkpoint
     _, total = replica_amount(checkpoint, replicas)
+    # Not those that are written from: files that vanish meanwhile are then missed before that.
     sources = Sources(checkpoint.files)
     try:
         return compare_replicas(
