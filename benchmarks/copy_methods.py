@@ -25,7 +25,6 @@ from report import table
 SIZE = 400 << 20
 FILES = 4
 KERNEL_STEP = 8 << 20
-SYNC_STEP = 128 << 20
 PAGE = 4096
 UNALIGNED = 520  # how far source and target may be apart in a page
 
