@@ -20,6 +20,7 @@ import checkpoints
 import pytest
 import rank_files
 import strategies
+import test_every_layout
 import torch
 from fake_store import FakeStore
 from hypothesis import given
@@ -127,6 +128,20 @@ def test_the_same_bytes(kind: str, data: st.DataObject, count: int, seed: int) -
         assert checkpoints.digests(together) == checkpoints.digests(folder / "alone")
         assert seen[-1] == Progress("write", alone.nbytes, alone.nbytes)  # no byte twice
         assert not Path(staging_path(str(together))).exists()
+
+
+@test_every_layout.every_layout
+@pytest.mark.parametrize("dtype", ["keep", "auto"])
+def test_every_layout_together(name: str, dtype: str, tmp_path: Path) -> None:
+    source = test_every_layout.DATA / name
+    options: dict[str, Any] = {"dtype": dtype, "check_crc": True, "verify": True}
+    if dtype == "auto" and name.startswith("dcp"):
+        options["dtype"] = "bfloat16"  # without a config nothing says it
+    alone = streammerge.merge(source, tmp_path / "alone", **options)
+    for end in merge_together(3, source, tmp_path / "together", **options):
+        assert isinstance(end, streammerge.Report), end
+        assert end.crcs == alone.crcs
+    assert checkpoints.digests(tmp_path / "together") == checkpoints.digests(tmp_path / "alone")
 
 
 @pytest.mark.parametrize("count", [2, 5])
