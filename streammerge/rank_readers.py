@@ -1,9 +1,11 @@
-"""Reads the rank files of a checkpoint; many of them in other processes.
+"""Reads the rank files of a checkpoint; with many of them, other processes help.
 
 What one file can cost is bounded by `pickle_machine`, so this is about time alone: a few processes
 start faster than the metadata of hundreds of ranks are read. They are new Python processes that
 import what they need of this package: a fork would inherit locks that other threads hold. What
 they send back are numbers and strings, which nothing unpickles.
+
+This process reads as well, and does not merely wait: each of the others takes 15 MiB of memory.
 """
 
 from __future__ import annotations
@@ -37,10 +39,9 @@ from streammerge.errors import SourceError, StreamMergeError
 if TYPE_CHECKING:
     from subprocess import Popen
 
-# Bytes of pickles, about three seconds of work. With less, a second saved is not worth the memory
-# of the processes.
-MIN_BYTES = 32 << 20
-MAX_PROCESSES = 8
+# Bytes of pickles, about three seconds of work, for which another process is worth its memory.
+BYTES_PER_PROCESS = 32 << 20
+MAX_READERS = 8
 
 _T = TypeVar("_T")
 _READY = b"\n"
@@ -74,26 +75,28 @@ def read_rank_files(paths: Sequence[str], *, named: bool = True) -> Iterator[Ran
         SourceError: see `entries.read_rank_file`; also if a process was killed.
     """
     world_size = len(paths)
-    first = read_rank_file(paths[0], 0, world_size, named=named)
-    yield first
+    before = read_rank_file(paths[0], 0, world_size, named=named)
+    yield before
     jobs = list(enumerate(paths))[1:]
-    processes = []
-    if first.pickle_nbytes * len(jobs) >= MIN_BYTES:
-        processes = _start(jobs, world_size, named, min(_count_cores(), MAX_PROCESSES))
-    before = first
-    sent: dict[int, list[str]] = {}  # by process: the last names
+    processes = _start(jobs, world_size, named, _count_processes(before.pickle_nbytes * len(jobs)))
+    sent: dict[int, list[str]] = {}  # by reader: the last names
     try:
         for place, (rank, path) in enumerate(jobs):
-            if processes:
-                number = place % len(processes)
-                found = _receive(processes[number], path, sent.get(number, []))
-                sent[number] = found.names
-            else:
+            reader = place % (1 + len(processes))
+            if reader == 0:
                 found = read_rank_file(path, rank, world_size, named=named)
+            else:
+                found = _receive(processes[reader - 1], path, sent.get(reader, []))
+                sent[reader] = found.names
             before = _share_columns(found, before)
             yield before
     finally:
         _stop(processes)
+
+
+def _count_processes(nbytes: int) -> int:
+    """How many processes help to read so many bytes of pickles."""
+    return min(nbytes // BYTES_PER_PROCESS, min(_count_cores(), MAX_READERS) - 1)
 
 
 def _share_columns(found: RankFile, before: RankFile) -> RankFile:
@@ -133,8 +136,11 @@ def _count_cores() -> int:
 def _start(
     jobs: Sequence[tuple[int, str]], world_size: int, named: bool, count: int
 ) -> list[Popen[bytes]]:
-    """Start processes, each with every `count`-th job; none where that makes no sense."""
-    if count < 2 or not _is_python(sys.executable):
+    """Start processes that share the jobs with this one; none where that makes no sense.
+
+    The first of every `count + 1` jobs is for this process.
+    """
+    if count == 0 or not _is_python(sys.executable):
         return []
     import subprocess
 
@@ -143,7 +149,7 @@ def _start(
     command = [sys.executable, *options, "-c", _PROGRAM, os.path.dirname(__file__)]
     processes: list[Popen[bytes]] = []
     try:
-        for number in range(count):
+        for number in range(1, count + 1):
             process = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
@@ -153,7 +159,7 @@ def _start(
             processes.append(process)
             assert process.stdin is not None
             with process.stdin as stream:
-                marshal.dump((world_size, named, list(jobs[number::count])), stream)
+                marshal.dump((world_size, named, list(jobs[number :: count + 1])), stream)
         if all(_read(process, len(_READY)) == _READY for process in processes):
             return processes
     except OSError:

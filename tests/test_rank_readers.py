@@ -26,7 +26,7 @@ DATA = Path(__file__).parent / "data"
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Small checkpoints are read by three processes, too; all end with the test."""
+    """Two processes help to read small checkpoints, too; all end with the test."""
     processes: list[subprocess.Popen[bytes]] = []
     popen = subprocess.Popen
 
@@ -34,7 +34,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[subprocess.Popen[b
         processes.append(popen(*args, **options))
         return processes[-1]
 
-    monkeypatch.setattr(rank_readers, "MIN_BYTES", 0)
+    monkeypatch.setattr(rank_readers, "BYTES_PER_PROCESS", 1)
     monkeypatch.setattr(rank_readers, "_count_cores", lambda: 3)
     monkeypatch.setattr(subprocess, "Popen", start)
     yield processes
@@ -62,7 +62,7 @@ def facts(checkpoint: Checkpoint) -> list[object]:
 
 def describe_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[object]:
     with monkeypatch.context() as patch:
-        patch.setattr(rank_readers, "MIN_BYTES", 1 << 60)
+        patch.setattr(rank_readers, "BYTES_PER_PROCESS", 1 << 60)
         return facts(streammerge.describe(folder))
 
 
@@ -81,7 +81,7 @@ def test_the_result_is_the_same(
     name: str, started: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = facts(streammerge.describe(DATA / name))
-    assert len(started) == 3
+    assert len(started) == 2
     assert found == describe_alone(DATA / name, monkeypatch)
 
 
@@ -96,7 +96,7 @@ def test_ranks_with_other_keys_and_values(
         states.append({"model": {**tensors, **(odd if rank % 2 else {}), "flag": rank}, "step": 3})
     save_plain(tmp_path, states)
     found = facts(streammerge.describe(tmp_path))
-    assert len(started) == 3
+    assert len(started) == 2
     assert found == describe_alone(tmp_path, monkeypatch)
 
 
@@ -111,7 +111,7 @@ def test_files_whose_names_do_not_say_how_many(
     (tmp_path / "7.pt").unlink()
     with pytest.raises(CheckpointNotFoundError, match="1 of 8 rank files missing: rank 7 "):
         streammerge.describe(tmp_path, pattern="{rank}.pt")
-    assert len(started) == 6
+    assert len(started) == 4
 
 
 def test_columns_that_are_equal_are_the_same(tmp_path: Path) -> None:
@@ -139,14 +139,14 @@ def test_errors_are_the_same(
         else:
             checkpoints.replace_pickle(rank_file(tmp_path, rank, 8), b"\x80\x02cos\nsystem\n.")
         errors = []
-        for minimum in (0, 1 << 60):
-            monkeypatch.setattr(rank_readers, "MIN_BYTES", minimum)
+        for nbytes in (1, 1 << 60):
+            monkeypatch.setattr(rank_readers, "BYTES_PER_PROCESS", nbytes)
             with pytest.raises(StreamMergeError) as caught:
                 streammerge.describe(tmp_path)
             errors.append((type(caught.value), str(caught.value), caught.value.hint))
         assert errors[0] == errors[1]
         assert str(rank_file(tmp_path, rank, 8)) in errors[0][1]
-    assert len(started) == 15  # the first file is read before any process is started
+    assert len(started) == 10  # the first file is read before any process is started
 
 
 @pytest.mark.parametrize(
@@ -170,9 +170,9 @@ def test_a_process_that_ends_too_early(
     )
     with pytest.raises(SourceError, match=f"has ended \\({how}\\)") as caught:
         streammerge.describe(tmp_path)
-    assert str(caught.value).startswith(f"{rank_file(tmp_path, 1)}: ")
+    assert str(caught.value).startswith(f"{rank_file(tmp_path, 2)}: ")
     assert caught.value.hint is not None
-    assert len(started) == 3
+    assert len(started) == 2
 
 
 @pytest.mark.parametrize(
@@ -192,11 +192,11 @@ def test_where_no_process_can_be_started(
     source = tmp_path / "source"
     save_plain(source, [{"w": torch.ones(4)} for _ in range(4)])
     expected = facts(streammerge.describe(source))
-    assert len(started) == 3
+    assert len(started) == 2
     path = executable.format(tmp=tmp_path) if executable else executable
     monkeypatch.setattr(sys, "executable", path)
     assert facts(streammerge.describe(source)) == expected
-    assert (len(started) > 3) == (path == str(stub))
+    assert (len(started) > 2) == (path == str(stub))
 
 
 def test_a_frozen_program_is_not_started_again(
@@ -215,7 +215,7 @@ def test_processes_stop_when_nobody_reads(
     files = rank_readers.read_rank_files([str(rank_file(tmp_path, rank, 8)) for rank in range(8)])
     next(files)
     next(files)
-    assert len(started) == 3
+    assert len(started) == 2
     files.close()  # type: ignore[attr-defined]
     assert all(process.returncode is not None for process in started)
 
@@ -273,8 +273,8 @@ INTERRUPTED = """
 import sys, time
 from streammerge import rank_readers
 from streammerge.cli import main
-rank_readers.MIN_BYTES = 0
-rank_readers._count_cores = lambda: 2
+rank_readers.BYTES_PER_PROCESS = 1
+rank_readers._count_cores = lambda: 3
 rank_readers._PROGRAM = rank_readers._PROGRAM.replace("serve()", '''
 import os, time
 sys.stdout.buffer.write(b"\\\\n")
