@@ -152,14 +152,14 @@ def _find_rows(metadata: Metadata, names: Iterable[str]) -> array[int]:
             raise UnsupportedError(
                 f"key {quoted(key)}: dtype {tensor.dtype} has no equivalent in safetensors"
             )
-        full = [r for r in metadata.rows(tensor) if 0 not in metadata.box(tensor, r)[1]]
+        full = [r for r in tensor.rows if 0 not in tensor.box(r)[1]]
         # Of an empty tensor nothing is read, but what is in the file is looked at.
-        chosen = full or [r for r in metadata.rows(tensor) if metadata.files[r] >= 0][:1]
+        chosen = full or [r for r in tensor.rows if metadata.files[r] >= 0][:1]
         if not chosen:
             raise InconsistentRanksError(f"key {quoted(key)}: no chunk of it is stored")
         for row in chosen:
             if metadata.files[row] < 0:
-                offsets, _ = metadata.box(tensor, row)
+                offsets, _ = tensor.box(row)
                 raise InconsistentRanksError(
                     f"key {quoted(key)}: nothing says where the chunk at {list(offsets)} is stored"
                 )
@@ -254,7 +254,7 @@ def _read_chunks(metadata: Metadata, paths: Mapping[int, str], rows: array[int])
             status = os.fstat(fd)
             for row in sorted(group, key=metadata.offsets.__getitem__):
                 key, tensor = owners.owner(row)
-                offsets, sizes = metadata.box(tensor, row)
+                offsets, sizes = tensor.box(row)
                 span = Span(fd, metadata.offsets[row], metadata.lengths[row])
                 with about(f"key {quoted(key)}: chunk at {list(offsets)}, byte {span.start:,}"):
                     if span.start + span.size > status.st_size:
@@ -327,7 +327,7 @@ def _by_file(files: array[int], rows: array[int]) -> Iterator[tuple[int, array[i
 def _build(key: str, name: str, metadata: Metadata, places: _Places, layouts: Layouts) -> Tensor:
     """One tensor. Its chunks are proven to tile it."""
     info = metadata.tensors[key]
-    chunks = sorted((metadata.box(info, row), row) for row in metadata.rows(info))
+    chunks = sorted((info.box(row), row) for row in info.rows)
     chunks = [(bounds, row) for bounds, row in chunks if places.members[row] >= 0]
     rows = [row for _, row in chunks]
     odd = {slot: places.odd[row] for slot, row in enumerate(rows) if row in places.odd}

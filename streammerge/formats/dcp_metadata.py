@@ -56,20 +56,31 @@ class TensorInfo:
         dtype: torch dtype name.
         shape: global shape.
         first, count: its rows.
-        bounds_at: where the offsets and sizes of the first row stand.
+        bounds: for each row its offsets, then its sizes; tensors that are cut alike share them.
     """
 
     dtype: str
     shape: Ints
     first: int
     count: int
-    bounds_at: int
+    bounds: array[int]
     _rows: dict[Ints, int] | None = None  # by offsets, where indices do not tell
 
-    def find_row(self, found: Metadata, offsets: object) -> int | None:
+    @property
+    def rows(self) -> range:
+        """Its rows."""
+        return range(self.first, self.first + self.count)
+
+    def box(self, row: int) -> tuple[Ints, Ints]:
+        """The offsets and sizes of a row."""
+        ndim = len(self.shape)
+        at = 2 * ndim * (row - self.first)
+        return tuple(self.bounds[at : at + ndim]), tuple(self.bounds[at + ndim : at + 2 * ndim])
+
+    def find_row(self, offsets: object) -> int | None:
         """The row of the chunk at some offsets."""
         if self._rows is None:
-            boxes = [(found.box(self, row), row) for row in found.rows(self)]
+            boxes = [(self.box(row), row) for row in self.rows]
             # An empty chunk may start where a full one does; its bytes are of no interest.
             boxes.sort(key=lambda box: 0 not in box[0][1])
             self._rows = {offsets: row for (offsets, _), row in boxes}
@@ -85,8 +96,7 @@ class Metadata:
         objects: keys of what is no tensor.
         paths: key -> the keys of the nested dicts that it was made of, where the file says so.
         names: the files that it names.
-        bounds: for each row (chunk) its offsets, then its sizes, as many as the tensor has dims.
-        files: for each row, index into `names`; -1 where nothing says where it is.
+        files: for each row (chunk), index into `names`; -1 where nothing says where it is.
         offsets, lengths: for each row, its bytes in that file.
     """
 
@@ -94,20 +104,9 @@ class Metadata:
     objects: dict[str, None] = field(default_factory=dict)
     paths: dict[str, Path] = field(default_factory=dict)
     names: list[str] = field(default_factory=list)
-    bounds: array[int] = field(default_factory=lambda: array("q"))
     files: array[int] = field(default_factory=lambda: array("i"))
     offsets: array[int] = field(default_factory=lambda: array("q"))
     lengths: array[int] = field(default_factory=lambda: array("q"))
-
-    def rows(self, tensor: TensorInfo) -> range:
-        """The rows of a tensor."""
-        return range(tensor.first, tensor.first + tensor.count)
-
-    def box(self, tensor: TensorInfo, row: int) -> tuple[Ints, Ints]:
-        """The offsets and sizes of a row."""
-        ndim = len(tensor.shape)
-        at = tensor.bounds_at + 2 * ndim * (row - tensor.first)
-        return tuple(self.bounds[at : at + ndim]), tuple(self.bounds[at + ndim : at + 2 * ndim])
 
 
 def read_metadata(path: str, data_nbytes: int) -> tuple[File, Metadata]:
@@ -173,10 +172,11 @@ class _Builder:
     def __init__(self) -> None:
         self._found = Metadata()
         self._numbers: dict[str, int] = {}  # of files
-        # The chunks that no tensor has claimed yet: first row, where its bounds stand, their dims.
+        # The chunks that no tensor has claimed yet: first row, bounds, dims.
         self._first = 0
-        self._bounds_at = 0
+        self._bounds = array("q")
         self._dims: set[int] = set()
+        self._known: dict[int, array[int]] = {}  # bounds, by their hash
 
     def run(self, blocks: Callable[[], Iterator[bytes]], cells: int) -> Metadata:
         """Run the pickle. Its values may take so many cells, see `pickle_machine`."""
@@ -250,9 +250,9 @@ class _Builder:
         offsets, sizes = _values(state, "offsets", "sizes")
         if not is_shape(offsets) or not is_shape(sizes) or len(offsets) != len(sizes):
             raise damaged(f"a chunk of sizes {brief(sizes)} at {brief(offsets)}")
+        self._bounds.extend(offsets)
+        self._bounds.extend(sizes)
         found = self._found
-        found.bounds.extend(offsets)
-        found.bounds.extend(sizes)
         found.files.append(_NOWHERE)
         found.offsets.append(0)
         found.lengths.append(0)
@@ -263,8 +263,8 @@ class _Builder:
         """Give a tensor the chunks that were added since the last one."""
         properties, size, chunks = _values(state, "properties", "size", "chunks")
         first, after = self._first, len(self._found.files)
-        at, dims = self._bounds_at, self._dims
-        self._first, self._bounds_at, self._dims = after, len(self._found.bounds), set()
+        bounds, dims = self._bounds, self._dims
+        self._first, self._bounds, self._dims = after, array("q"), set()
         dtype = properties.dtype if isinstance(properties, _Properties) else properties
         if not is_shape(size):
             return _Problem(f"its shape is {brief(size)}")
@@ -274,7 +274,8 @@ class _Builder:
             return _Problem("its chunks are not listed for it alone")
         if not dims <= {len(size)}:
             return _Problem(f"its shape is {brief(size)}, but its chunks have other dims")
-        return TensorInfo(dtype, size, first, after - first, at)
+        known = self._known.setdefault(hash(bounds.tobytes()), bounds)
+        return TensorInfo(dtype, size, first, after - first, known if known == bounds else bounds)
 
     def _take_item(self, key: object, value: object) -> bool:
         """Take what the dicts of tensors and of places hold."""
@@ -334,9 +335,9 @@ class _Builder:
             return tensor.first
         if is_int(hint) and 0 <= hint < tensor.count:
             row = tensor.first + hint
-            if self._found.box(tensor, row)[0] == offset:
+            if tensor.box(row)[0] == offset:
                 return row
-        found = tensor.find_row(self._found, offset)
+        found = tensor.find_row(offset)
         if found is None:
             raise InconsistentRanksError(f"stores a chunk at {brief(offset)} that it does not list")
         return found
