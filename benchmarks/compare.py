@@ -2,11 +2,12 @@
 
     python benchmarks/compare.py [CONFIG ...] [--work DIR] [--rounds 5] [--update] [--quick]
 
-Whole processes, interleaved, first with the source in the page cache, then without. Each merger
-runs once before, untimed, and what it wrote is compared with the weights that were made up for its
-source. After that the smallest RLIMIT_DATA under which it still works is looked for. Prints a
-Markdown table; ``--update`` keeps it in README.md, the figures in results/compare.json, and draws
-memory.svg and peers.svg.
+Whole processes, interleaved, first with the source in the page cache, then without. Two times are
+taken of each: until the process ends, and until what it wrote is on the disk, for which streammerge
+and ``cp && sync`` wait and the others do not. Each merger runs once before, untimed, and what it
+wrote is compared with the weights that were made up for its source. After that the smallest
+RLIMIT_DATA under which it still works is looked for. Prints Markdown tables; ``--update`` keeps
+them in README.md, the figures in results/compare.json, and draws memory.svg and peers.svg.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from peers import CP, PEERS, STREAMMERGE, Peer, full_command
 from process_trees import (
     CommandFailed,
     Contender,
+    Sample,
     Usage,
     emptied,
     measure_rounds,
@@ -43,13 +45,18 @@ from report import (
     spread,
     table,
 )
-from workspace import Workspace, add_options, announce, say
+from workspace import Workspace, announce, parse_options, say
 
 NAME = "compare"
 PACKAGES = ("torch", "transformers", "accelerate", "safetensors", "deepspeed")
 CAP_PRECISION = 1.2
 MAX_CAP = 1 << 40
 CURVE_POINTS = 120
+TIME_COLUMNS = (
+    *("", "reads", "ends after, s", "on the disk after, s", "times as long as ours"),
+    *("not cached: on the disk after, s", "CPU s", "GB read / written", "values"),
+)
+MEMORY_COLUMNS = ("", "peak memory", "times ours", "anonymous + file", "least RLIMIT_DATA")
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,11 +115,19 @@ class Outcome:
             made[cache] = [usage_json(usage) for usage in usages]
         if self.warm:
             middle = sorted(self.warm, key=lambda usage: usage.seconds)[len(self.warm) // 2]
-            step = -(-len(middle.samples) // CURVE_POINTS)
             made["curve"] = [
-                (round(s.seconds, 2), s.anonymous, s.file_backed) for s in middle.samples[::step]
+                (round(s.seconds, 2), s.anonymous, s.file_backed) for s in thinned(middle.samples)
             ]
         return made
+
+
+def thinned(samples: Sequence[Sample]) -> list[Sample]:
+    """Return at most `CURVE_POINTS` samples: of neighbours, the one with the most memory."""
+    step = -(-len(samples) // CURVE_POINTS) or 1
+    return [
+        max(samples[start : start + step], key=lambda sample: sample.resident)
+        for start in range(0, len(samples), step)
+    ]
 
 
 def usage_json(usage: Usage) -> dict[str, Any]:
@@ -120,6 +135,7 @@ def usage_json(usage: Usage) -> dict[str, Any]:
     highest = usage.highest
     return {
         "seconds": round(usage.seconds, 3),
+        "durable_seconds": round(usage.durable_seconds, 3),
         "cpu": round(usage.cpu, 3),
         "peak": usage.peak,
         "anonymous": highest.anonymous,
@@ -293,45 +309,54 @@ def compare(
 
 
 def render(outcomes: Sequence[Outcome]) -> str:
-    """Return the figures as a Markdown table, with a line for each note."""
+    """Return a Markdown table of time and one of memory, with a line for each note."""
     ours = next(o for o in outcomes if o.peer is STREAMMERGE)
+    ran = [outcome for outcome in outcomes if outcome.warm]
     notes = [f"- {o.peer.name}: {o.peer.note}." for o in outcomes if o.peer.note]
-    figures = table(
+    return "\n".join(
         [
-            *("", "reads", "seconds, cached", "seconds, not cached", "times as long as ours"),
-            *("peak memory", "anonymous + file", "times ours", "least RLIMIT_DATA", "CPU s"),
-            *("GB read / written", "values"),
-        ],
-        (_cells(outcome, ours) for outcome in outcomes),
-    )
-    return "\n".join([figures, "", *notes])
+            table(TIME_COLUMNS, (_time_cells(outcome, ours) for outcome in outcomes)),
+            "",
+            table(MEMORY_COLUMNS, (_memory_cells(outcome, ours) for outcome in ran)),
+            "",
+            *notes,
+        ]
+    ).rstrip()
 
 
-def _cells(outcome: Outcome, ours: Outcome) -> list[str]:
+def _time_cells(outcome: Outcome, ours: Outcome) -> list[str]:
     peer, runs = outcome.peer, outcome.warm
     if not runs:
-        return [peer.name, peer.form, *[""] * 9, outcome.verdict]
-    highest = max(runs, key=lambda usage: usage.peak)
+        return [peer.name, peer.form, *[""] * (len(TIME_COLUMNS) - 3), outcome.verdict]
     moved = runs[0].moved
     return [
         peer.name,
         peer.form,
         str(spread(usage.seconds for usage in runs)),
-        str(spread(usage.seconds for usage in outcome.cold)),
+        str(spread(usage.durable_seconds for usage in runs)),
         f"{time_ratio(outcome, ours).median:.1f}",
-        memory_text(highest.peak),
-        f"{memory_text(highest.highest.anonymous)} + {memory_text(highest.highest.file_backed)}",
-        f"{memory_ratio(outcome, ours):.1f}",
-        memory_text(outcome.cap) if outcome.cap else "",
+        str(spread(usage.durable_seconds for usage in outcome.cold)),
         f"{spread(usage.cpu for usage in runs).median:.1f}",
         f"{moved.read / 1e9:.1f} / {moved.written / 1e9:.1f}",
         outcome.verdict,
     ]
 
 
+def _memory_cells(outcome: Outcome, ours: Outcome) -> list[str]:
+    highest = max(outcome.warm, key=lambda usage: usage.peak)
+    return [
+        outcome.peer.name,
+        memory_text(highest.peak),
+        f"{memory_ratio(outcome, ours):.1f}",
+        f"{memory_text(highest.highest.anonymous)} + {memory_text(highest.highest.file_backed)}",
+        memory_text(outcome.cap) if outcome.cap else "",
+    ]
+
+
 def time_ratio(outcome: Outcome, ours: Outcome) -> Spread:
-    """Return the seconds of a peer over ours of the same round."""
-    return ratios([u.seconds for u in outcome.warm], [u.seconds for u in ours.warm])
+    """Return the seconds until a peer's result is on the disk, over ours of the same round."""
+    theirs = [usage.durable_seconds for usage in outcome.warm]
+    return ratios(theirs, [usage.durable_seconds for usage in ours.warm])
 
 
 def memory_ratio(outcome: Outcome, ours: Outcome) -> float:
@@ -341,8 +366,6 @@ def memory_ratio(outcome: Outcome, ours: Outcome) -> float:
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("configs", nargs="*", metavar="CONFIG", help=", ".join(CONFIGS))
-    add_options(parser, quick="2 rounds of small checkpoints")
     parser.add_argument("--no-caps", dest="caps", action="store_false", help="no RLIMIT_DATA")
     parser.add_argument(
         "--deepspeed-python",
@@ -350,28 +373,23 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         metavar="PATH",
         help="an interpreter that has deepspeed, whose import slows others of its environment",
     )
-    args = parser.parse_args(argv)
-    args.configs = args.configs or (QUICK if args.quick else DEFAULT)
-    if args.quick and args.update:
-        parser.error("--quick is for trying: it keeps nothing")
-    if unknown := [name for name in args.configs if name not in CONFIGS]:
-        parser.error(f"no config is called {unknown[0]}: {', '.join(CONFIGS)}")
-    args.rounds = 2 if args.quick else args.rounds
+    args = parse_options(parser, argv, CONFIGS)
+    args.names = args.names or (QUICK if args.quick else DEFAULT)
     return args
 
 
 def main(argv: list[str] | None = None) -> int:
     args = parse_arguments(argv)
-    workspace = Workspace(args.work)
+    workspace = Workspace(args.work, args.target_dir)
     pythons = {"deepspeed": args.deepspeed_python}
-    facts = machine_facts(workspace.folder)
+    facts = machine_facts(workspace.folder, workspace.target.parent)
     facts["packages"] = package_versions(args.deepspeed_python, ["deepspeed"]) | package_versions(
         sys.executable, [name for name in PACKAGES if name != "deepspeed"]
     )
     results: dict[str, Any] = {"machine": facts, "rounds": args.rounds, "configs": {}}
     packages = ", ".join(f"{name} {version}" for name, version in facts["packages"].items())
     parts = [f"{machine_text(facts)}; {packages}; {rounds_text(args.rounds)}."]
-    for name in args.configs:
+    for name in args.names:
         config = CONFIGS[name]
         outcomes = compare(workspace, config, args.rounds, pythons, caps=args.caps)
         results["configs"][name] = [outcome.to_json() for outcome in outcomes]
@@ -382,7 +400,7 @@ def main(argv: list[str] | None = None) -> int:
         from pictures import draw
 
         keep(NAME, results, content)
-        draw(results["configs"][args.configs[0]], HERE)
+        draw(args.names[0], results["configs"][args.names[0]], HERE)
     return 0
 
 

@@ -4,7 +4,7 @@
 
 Whole processes; ratios are taken within a round, and their median counts. Memory is the sum of
 ``VmHWM`` over all processes of a run. Exits 1 if a goal is missed. ``peers`` takes its figures from
-results/compare.json.
+results/compare.json; if that is not there or an older one, its rows stay as they are.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from process_trees import CommandFailed, Contender, Usage, measure_rounds, run_w
 from report import (
     MIB,
     RESULTS,
+    NotCompared,
+    compared,
     keep,
     machine_facts,
     machine_text,
@@ -31,7 +33,7 @@ from report import (
     spread,
     table,
 )
-from workspace import Workspace, add_options, announce, say
+from workspace import Workspace, announce, parse_options, say
 
 NAME = "goals"
 STARTS = 9  # rounds of what takes a fraction of a second
@@ -77,7 +79,7 @@ class Scale:
     copied: str
     cast: str
     largest: tuple[str, str]
-    chunks: tuple[str, int, int]
+    chunks: tuple[tuple[str, int, int], ...]
     plan_dense: tuple[str, int, int]
     plan_experts: tuple[str, int]
 
@@ -86,7 +88,7 @@ FULL = Scale(
     copied="qwen2.5-1.5b",
     cast="8GB",
     largest=("4GB", "2GB"),
-    chunks=("1GB", 100, 1000),
+    chunks=(("1GB", 100, 1000), ("1GB", 200, 1000)),
     plan_dense=("1.3TB", 512, 1000),
     plan_experts=("moe-256-thin", 64),
 )
@@ -94,7 +96,7 @@ QUICK = Scale(
     copied="300MB",
     cast="600MB",
     largest=("400MB", "200MB"),
-    chunks=("100MB", 20, 500),
+    chunks=(("100MB", 20, 500),),
     plan_dense=("20GB", 16, 1000),
     plan_experts=("moe-256-tiny", 16),
 )
@@ -131,7 +133,7 @@ class Goals:
             figure = f"{name} against `Shard(0)`, 2 workers"
             rows.append(time_row(figure, runs[layout], runs["2 workers"], 1.5))
         merges = [usage for name, taken in runs.items() if name != "cp" for usage in taken]
-        rows.append(memory_row(f"peak memory of these, {what}", merges, 48 * MIB))
+        rows.append(memory_row(f"peak memory of these, {what}", merges, memory_limit()))
         return rows
 
     def checking(self) -> list[Row]:
@@ -165,21 +167,23 @@ class Goals:
             f"peak memory of it over `import torch`, --memory {memory_text(BUFFER)}",
             runs["cast"],
             32 * MIB + BUFFER,
-            less=max(usage.peak for usage in runs["import torch"]),
+            less=min(usage.peak for usage in runs["import torch"]),
         )
         return [time_row(figure, runs["cast"], runs["half"], 1.3), over]
 
     def memory(self) -> list[Row]:
-        """Merge a tensor of half the model, and as many chunks as the goal allows."""
+        """Merge a tensor of half the model, and models of many chunks."""
         size, largest = self._scale.largest
         one = self._workspace.make(size, 8, "--largest", largest, "--sparse")
-        many_size, world_size, tensors = self._scale.chunks
-        many = self._workspace.make(many_size, world_size, "--tensors", str(tensors), "--sparse")
-        count = f"{world_size} ranks of {tensors:,} tensors"
+        cases = [(f"a tensor of {largest}", one, memory_limit())]
+        for size, world_size, tensors in self._scale.chunks:
+            many = self._workspace.make(size, world_size, "--tensors", str(tensors), "--sparse")
+            name = f"{world_size} ranks of {tensors:,} tensors"
+            cases.append((name, many, memory_limit(world_size * tensors)))
         rows = []
-        for figure, source in ((f"a tensor of {largest}", one), (count, many)):
+        for figure, source, limit in cases:
             runs = self._measure(self._merge(figure, source), rounds=1)
-            rows.append(memory_row(f"peak memory, {figure}", runs[figure], 48 * MIB))
+            rows.append(memory_row(f"peak memory, {figure}", runs[figure], limit))
         return rows
 
     def starting(self) -> list[Row]:
@@ -208,9 +212,9 @@ class Goals:
     def peers(self) -> list[Row]:
         """Take what `compare` has measured; nothing if it has not."""
         try:
-            configs = json.loads((RESULTS / "compare.json").read_text())["configs"]
-        except FileNotFoundError:
-            say("no results/compare.json: run compare.py --update first")
+            configs = compared()
+        except NotCompared as error:
+            say(f"peers: {error}")
             return []
         rows = []
         for config, outcomes in configs.items():
@@ -264,6 +268,11 @@ def python(*arguments: str | Path) -> Command:
 # --- rows ---
 
 
+def memory_limit(chunks: int = 0) -> int:
+    """Return the most memory that a merge without arithmetic may take."""
+    return 48 * MIB + 64 * max(0, chunks - 100_000)
+
+
 def time_row(figure: str, mine: Sequence[Usage], others: Sequence[Usage], limit: float) -> Row:
     """Return a ratio of seconds and the most that it may be."""
     found = ratios([usage.seconds for usage in mine], [usage.seconds for usage in others])
@@ -290,12 +299,23 @@ def memory_row(figure: str, taken: Sequence[Usage], limit: int, less: int = 0) -
 
 
 def peer_rows(config: str, peer: dict[str, Any], ours: dict[str, Any]) -> list[Row]:
-    """Return how much longer and larger a peer is than we are, as `compare` keeps both."""
-    times = ratios(*([run["seconds"] for run in side["warm"]] for side in (peer, ours)))
+    """Return how much longer and larger a peer is than we are, as `compare` keeps both.
+
+    The goal is for the time until the result is on the disk, like for like; what the peer takes
+    when nobody waits for its data is a row without a goal.
+    """
+    durable, ended = (
+        ratios(*([run[figure] for run in side["warm"]] for side in (peer, ours)))
+        for figure in ("durable_seconds", "seconds")
+    )
     larger = max(r["peak"] for r in peer["warm"]) / max(r["peak"] for r in ours["warm"])
     name = f"{peer['name']}, {config}"
     return [
-        Row(f"time of {name}, against ours", "≥ 8", str(times), times.median >= 8),
+        Row(
+            f"time of {name}, until on the disk, against ours",
+            *("≥ 8", str(durable), durable.median >= 8),
+        ),
+        Row(f"time of {name}, not waiting for its data, against ours", "none", str(ended), True),
         Row(f"peak memory of {name}, against ours", "≥ 50", f"{larger:.1f}", larger >= 50),
     ]
 
@@ -318,23 +338,17 @@ def render(sections: Mapping[str, Sequence[Row]]) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("sections", nargs="*", metavar="SECTION", help=", ".join(SECTIONS))
-    add_options(parser, quick="2 rounds of small checkpoints")
-    args = parser.parse_args(argv)
-    if args.quick and args.update:
-        parser.error("--quick is for trying: it keeps nothing")
-    if unknown := [name for name in args.sections if name not in SECTIONS]:
-        parser.error(f"no section is called {unknown[0]}: {', '.join(SECTIONS)}")
-    workspace = Workspace(args.work)
-    rounds, scale = (2, QUICK) if args.quick else (args.rounds, FULL)
-    goals = Goals(workspace, rounds, scale)
-    facts = machine_facts(workspace.folder)
-    measured = {name: SECTIONS[name](goals) for name in args.sections or SECTIONS}
+    args = parse_options(parser, argv, SECTIONS)
+    workspace = Workspace(args.work, args.target_dir)
+    goals = Goals(workspace, args.rounds, QUICK if args.quick else FULL)
+    facts = machine_facts(workspace.folder, workspace.target.parent)
+    sections = {name: SECTIONS[name](goals) for name in args.names or SECTIONS}
+    measured = {name: rows for name, rows in sections.items() if rows}
     print(render(measured))
-    if args.update:
+    if args.update and measured:
         kept = kept_rows() | measured
         results = {name: [asdict(row) for row in rows] for name, rows in kept.items()}
-        text = f"{machine_text(facts)}; {rounds_text(rounds)}.\n\n{render(kept)}"
+        text = f"{machine_text(facts)}; {rounds_text(args.rounds)}.\n\n{render(kept)}"
         keep(NAME, {"machine": facts, "sections": results}, text)
     return 0 if all(row.met for rows in measured.values() for row in rows) else 1
 

@@ -3,7 +3,7 @@
 Each is run as its package ships it, in a process of its own, as its users do. verl cannot be
 installed without an inference engine; `standin_verl` does the same and is labelled. Nobody but
 streammerge and ``cp && sync`` waits for the disk: what the others have written may still be in
-memory when they end.
+memory when they end, so `process_trees` takes the time until it is on the disk, too.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ PEERS = (
         "safetensors",
         lambda source, target: ("-c", CONSOLIDATE, source, target),
         package="torch",
-        note="as many threads as cores",
+        note="one file, for which it takes one thread",
     ),
     Peer(
         "DeepSpeed zero_to_fp32",

@@ -8,7 +8,6 @@ draws a config of results/compare.json again.
 from __future__ import annotations
 
 import itertools
-import json
 import statistics
 import sys
 from collections.abc import Sequence
@@ -18,10 +17,11 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from report import HERE, MIB, RESULTS
+from report import HERE, MIB, NotCompared, compared
 
 OURS = "streammerge"
 OURS_COLOR, OURS_LIGHTER = "#d55e00", "#f2a57b"
+PALE = 0.4
 # Okabe and Ito's colours, which people tell apart who do not see all of them.
 COLORS = ("#0072b2", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000", "#999999")
 STYLE: Any = {
@@ -36,11 +36,12 @@ STYLE: Any = {
 }
 
 
-def draw(outcomes: Sequence[dict[str, Any]], folder: Path) -> None:
+def draw(config: str, outcomes: Sequence[dict[str, Any]], folder: Path) -> None:
     """Draw ``memory.svg`` and ``peers.svg``.
 
     Args:
-        outcomes: of one config, as `compare` keeps them.
+        config: the name of what was merged.
+        outcomes: of that config, as `compare` keeps them.
         folder: where to put the pictures.
     """
     measured = [outcome for outcome in outcomes if outcome.get("warm")]
@@ -49,12 +50,15 @@ def draw(outcomes: Sequence[dict[str, Any]], folder: Path) -> None:
     colors = {n: OURS_LIGHTER if n.startswith(OURS) else next(others) for n in names}
     colors[OURS] = OURS_COLOR
     with mpl.rc_context(STYLE):
-        draw_memory(measured, colors, folder / "memory.svg")
-        draw_peers(measured, colors, folder / "peers.svg")
+        for name, draw_all in (("memory.svg", draw_memory), ("peers.svg", draw_peers)):
+            figure = draw_all(measured, colors)
+            figure.suptitle(f"{config}, source in the page cache", fontsize=9)
+            # The same figures give the same file, whatever the day.
+            figure.savefig(folder / name, metadata={"Date": None}, facecolor="white")
 
 
-def draw_memory(outcomes: Sequence[dict[str, Any]], colors: dict[str, str], path: Path) -> None:
-    """Draw resident memory over time: all of it as a line, the file-backed part dashed."""
+def draw_memory(outcomes: Sequence[dict[str, Any]], colors: dict[str, str]) -> Figure:
+    """Draw resident memory over time: all of it as a line, the file-backed part dotted."""
     figure = Figure(figsize=(8, 4), layout="constrained")
     axes = figure.add_subplot()
     for outcome in outcomes:
@@ -67,40 +71,45 @@ def draw_memory(outcomes: Sequence[dict[str, Any]], colors: dict[str, str], path
     axes.set_yscale("log")
     axes.set_ylim(bottom=1)
     axes.set_xlim(left=0)
-    axes.set_xlabel("seconds")
+    axes.set_xlabel("seconds, until the processes end")
     axes.set_ylabel("resident memory, MiB (dotted: file-backed)")
     figure.legend(loc="outside right upper")
-    save(figure, path)
+    return figure
 
 
-def draw_peers(outcomes: Sequence[dict[str, Any]], colors: dict[str, str], path: Path) -> None:
-    """Draw time and peak memory of each peer as bars."""
+def draw_peers(outcomes: Sequence[dict[str, Any]], colors: dict[str, str]) -> Figure:
+    """Draw time and peak memory of each peer as bars; the wait for the disk is pale."""
     figure = Figure(figsize=(8, 0.45 * len(outcomes) + 0.8), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
     names = [outcome["name"] for outcome in outcomes]
     shades = [colors[name] for name in names]
-    seconds = [statistics.median(run["seconds"] for run in o["warm"]) for o in outcomes]
+    ended, durable = (
+        [statistics.median(run[kind] for run in o["warm"]) for o in outcomes]
+        for kind in ("seconds", "durable_seconds")
+    )
     peaks = in_mib([max(run["peak"] for run in o["warm"]) for o in outcomes])
-    draw_bars(left, names, seconds, shades, "seconds", "{:.1f}")
-    draw_bars(right, names, peaks, shades, "peak resident memory, MiB (log)", "{:,.0f}")
+    draw_bars(left, names, durable, PALE, shades, "{:.1f}")
+    left.barh(names, ended, color=shades)
+    left.set_title("seconds (pale: until the result is on the disk)", fontsize=9)
+    draw_bars(right, names, peaks, 1, shades, "{:,.0f}")
+    right.set_title("peak resident memory, MiB (log)", fontsize=9)
     right.set_xscale("log")
     right.set_xlim(left=1)
     left.invert_yaxis()
-    save(figure, path)
+    return figure
 
 
 def draw_bars(
     axes: Axes,
     names: Sequence[str],
     figures: Sequence[float],
+    alpha: float,
     colors: Sequence[str],
-    title: str,
     form: str,
 ) -> None:
     """Draw one row of bars, each with its figure."""
-    bars = axes.barh(names, figures, color=colors)
+    bars = axes.barh(names, figures, color=colors, alpha=alpha)
     axes.bar_label(bars, [form.format(figure) for figure in figures], padding=3)
-    axes.set_title(title, fontsize=9)
     axes.grid(visible=False, axis="y")
     axes.margins(x=0.2)
 
@@ -110,14 +119,15 @@ def in_mib(figures: Sequence[int]) -> list[float]:
     return [figure / MIB for figure in figures]
 
 
-def save(figure: Figure, path: Path) -> None:
-    """Write a picture that has no date in it."""
-    figure.savefig(path, metadata={"Date": None}, facecolor="white")
-
-
 def main(argv: list[str]) -> int:
-    configs = json.loads((RESULTS / "compare.json").read_text())["configs"]
-    draw(configs[argv[0]] if argv else next(iter(configs.values())), HERE)
+    try:
+        configs = compared()
+    except NotCompared as error:
+        raise SystemExit(str(error)) from None
+    name = argv[0] if argv else next(iter(configs))
+    if name not in configs:
+        raise SystemExit(f"{name} is none of {', '.join(configs)}")
+    draw(name, configs[name], HERE)
     return 0
 
 

@@ -1,9 +1,10 @@
 """Runs whole processes, alone or in rounds, and says what they and their children took.
 
-Times are those of the wall; memory is read from ``/proc/PID/status`` of every process of the tree
-while it runs. ``VmHWM`` is what counts: the ``ru_maxrss`` of a child starts with the peak of the
-process that forked it. Bytes are those of ``/proc/PID/io``, read when the process has ended but is
-not yet gone, which is when it has those of its children too.
+Times are those of the wall: until a process ends, and until what it wrote is on the disk. Memory is
+read from ``/proc/PID/status`` of every process of the tree while it runs. ``VmHWM`` is what counts:
+the ``ru_maxrss`` of a child starts with the peak of the process that forked it. Bytes are those of
+``/proc/PID/io``, read when the process has ended but is not yet gone, which is when it has those of
+its children too.
 """
 
 from __future__ import annotations
@@ -72,6 +73,7 @@ class Usage:
     Attributes:
         code: exit code, negative for a signal.
         seconds: from start to end.
+        durable_seconds: from start until what it wrote is on the disk.
         cpu: processor seconds.
         peaks: the highest resident bytes of each process.
         samples: memory over time.
@@ -81,6 +83,7 @@ class Usage:
 
     code: int
     seconds: float
+    durable_seconds: float
     cpu: float
     peaks: tuple[int, ...]
     samples: tuple[Sample, ...]
@@ -185,6 +188,7 @@ def run(
     *,
     environment: Mapping[str, str] | None = None,
     data_limit: int | None = None,
+    output: Path | None = None,
 ) -> Usage:
     """Run a command to its end, whether it fails or not.
 
@@ -192,6 +196,8 @@ def run(
         command: The program and its arguments.
         environment: Variables to add to our own.
         data_limit: ``RLIMIT_DATA`` in bytes.
+        output: The folder that it writes to, which is flushed as soon as it has ended. If None,
+            nothing is waited for.
     """
     words = [str(word) for word in command]
     if data_limit is not None:
@@ -227,6 +233,10 @@ def run(
             raise
         finally:
             waiter.join()
+        durable = ended[0]
+        if output is not None:
+            flush(output)
+            durable = time.perf_counter()
         moved = parse_io(_read(f"/proc/{process.pid}/io"))
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)  # it is no child any more
@@ -235,6 +245,7 @@ def run(
     return Usage(
         code=process.returncode,
         seconds=ended[0] - started,
+        durable_seconds=durable - started,
         cpu=usage.ru_utime + usage.ru_stime,
         peaks=tuple(tree.peaks.values()),
         samples=tuple(samples[:-1] or samples),  # the last may be of a process that is dying
@@ -243,13 +254,17 @@ def run(
     )
 
 
-def run_well(command: Sequence[str | Path], environment: Mapping[str, str] | None = None) -> Usage:
+def run_well(
+    command: Sequence[str | Path],
+    environment: Mapping[str, str] | None = None,
+    output: Path | None = None,
+) -> Usage:
     """Run a command that must not fail. Arguments as of `run`.
 
     Raises:
         CommandFailed: it did.
     """
-    usage = run(command, environment=environment)
+    usage = run(command, environment=environment, output=output)
     if usage.code:
         words = shlex.join(map(str, command))
         raise CommandFailed(f"{words}: exit code {usage.code}\n" + "\n".join(usage.errors))
@@ -266,8 +281,8 @@ class Contender:
     Attributes:
         name: for people.
         command: what to run.
-        target: what it writes, in a folder for nothing else, which is emptied before and after.
-            None if it writes nothing.
+        target: what it writes, in a folder for nothing else, which is emptied before and after,
+            and flushed to the disk when the command has ended. None if it writes nothing.
         sources: folders that it reads.
         environment: variables to add.
     """
@@ -308,7 +323,9 @@ def measure_rounds(
             with emptied(contender.target):
                 for source in contender.sources:
                     (evict if cold else read_once)(source)
-                runs[contender.name].append(run_well(contender.command, contender.environment))
+                output = contender.target.parent if contender.target is not None else None
+                usage = run_well(contender.command, contender.environment, output)
+                runs[contender.name].append(usage)
     return runs
 
 
@@ -340,6 +357,16 @@ def _empty_folder(target: Path | None) -> None:
 
 
 # --- the page cache ---
+
+
+def flush(folder: Path) -> None:
+    """Wait until a folder and all that is below it are on the disk."""
+    for path in (*folder.rglob("*"), folder):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def read_once(source: Path) -> int:

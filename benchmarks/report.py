@@ -84,11 +84,35 @@ def keep(name: str, results: Any, content: str) -> None:
     README.write_text(fill_section(README.read_text(), name, content))
 
 
-def machine_facts(work: Path) -> dict[str, Any]:
+class NotCompared(Exception):
+    """Nothing is kept of `compare`, or by a version that did not measure what is needed now."""
+
+
+def compared() -> dict[str, list[dict[str, Any]]]:
+    """Return the outcomes that `compare` has kept, by config.
+
+    Raises:
+        NotCompared: there are none, or they do not say when results were on the disk.
+    """
+    path = RESULTS / "compare.json"
+    if not path.exists():
+        raise NotCompared("no results/compare.json: run compare.py --update first")
+    configs: dict[str, list[dict[str, Any]]] = json.loads(path.read_text())["configs"]
+    outcomes = [outcome for outcomes in configs.values() for outcome in outcomes]
+    if not all("durable_seconds" in run for outcome in outcomes for run in outcome["warm"]):
+        raise NotCompared(
+            "results/compare.json does not say when results were on the disk: "
+            "run compare.py --update again"
+        )
+    return configs
+
+
+def machine_facts(work: Path, target: Path) -> dict[str, Any]:
     """Return what the figures depend on.
 
     Args:
-        work: A folder on the disk that was measured.
+        work: The folder that is read from.
+        target: The folder that is written to.
     """
     info = Path("/proc/cpuinfo").read_text()
     model = re.search(r"^model name\s*:\s*(.+)$", info, re.MULTILINE)
@@ -97,17 +121,24 @@ def machine_facts(work: Path) -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "kernel": ".".join(platform.release().split(".")[:2]),
-        "file_system": _output("df", "--output=fstype", str(work)).split()[-1],
+        "file_system": _file_system(work),
+        "target_file_system": _file_system(target),
         "python": platform.python_version(),
         "commit": _output("git", "-C", str(HERE), "describe", "--always", "--dirty").strip(),
     }
 
 
+def _file_system(folder: Path) -> str:
+    return _output("df", "--output=fstype", str(folder)).split()[-1]
+
+
 def machine_text(facts: dict[str, Any]) -> str:
     """Return those facts in a line."""
+    source, target = facts["file_system"], facts["target_file_system"]
+    file_systems = source if source == target else f"from {source} to {target}"
     return (
         f"{facts['cores']} cores ({facts['processor']}), {memory_text(facts['memory'])}, "
-        f"Linux {facts['kernel']}, {facts['file_system']}, Python {facts['python']}"
+        f"Linux {facts['kernel']}, {file_systems}, Python {facts['python']}"
     )
 
 

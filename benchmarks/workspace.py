@@ -6,7 +6,7 @@ import argparse
 import os
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from process_trees import Contender, run_well
@@ -21,10 +21,12 @@ class Workspace:
         target: where mergers write, one after the other, in a folder for nothing else.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, target_folder: Path | None = None) -> None:
         self.folder = folder.resolve()
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.target = self.folder / "output" / "merged"
+        # Emptied again and again, so it must be none that a person has.
+        self.target = (target_folder or folder).resolve() / "benchmark-output" / "merged"
+        self.target.parent.mkdir(parents=True, exist_ok=True)
         # Installed packages have their bytecode compiled; a checkout need not.
         os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
         os.environ["PYTHONPYCACHEPREFIX"] = str(self.folder / "pycache")
@@ -50,17 +52,43 @@ class Workspace:
         return path
 
 
-def add_options(parser: argparse.ArgumentParser, quick: str) -> None:
-    """Add the options that the benchmarks share.
+def parse_options(
+    parser: argparse.ArgumentParser, argv: Sequence[str] | None, names: Collection[str]
+) -> argparse.Namespace:
+    """Add the options that the benchmarks share, and parse the command line.
 
     Args:
-        parser: Of a benchmark.
-        quick: What ``--quick`` does.
+        parser: Of a benchmark, with the options of its own.
+        argv: The arguments; None for those of the process.
+        names: What it measures, of which some may be chosen.
     """
-    parser.add_argument("--work", type=Path, default=Path("benchmark-data"), metavar="DIR")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(names))
+    parser.add_argument(
+        "--work",
+        type=Path,
+        default=Path("benchmark-data"),
+        metavar="DIR",
+        help="folder for checkpoints, which are used again, and for what is merged",
+    )
+    parser.add_argument(
+        "--target-dir",
+        type=Path,
+        metavar="DIR",
+        help="merge into a folder below this one, such as /dev/shm, to leave the disk out",
+    )
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--quick", action="store_true", help=quick)
+    parser.add_argument("--quick", action="store_true", help="2 rounds of small checkpoints")
     parser.add_argument("--update", action="store_true", help="keep the result in README.md")
+    args = parser.parse_args(argv)
+    for option, given in (("--quick", args.quick), ("--target-dir", args.target_dir)):
+        if given and args.update:
+            parser.error(f"{option} is for trying: it keeps nothing")
+    if args.rounds < 1:
+        parser.error("--rounds: at least 1")
+    if unknown := [name for name in args.names if name not in names]:
+        parser.error(f"{unknown[0]} is none of {', '.join(names)}")
+    args.rounds = 2 if args.quick else args.rounds
+    return args
 
 
 def announce(what: str) -> Callable[[int, Contender], None]:
