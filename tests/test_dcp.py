@@ -634,7 +634,7 @@ def test_metadata_of_another_kind(source: Path) -> None:
 def test_what_metadata_may_cost_is_bounded(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By their own size and by that of the data: both are large where there are many chunks."""
     refused = "its pickle holds more than is read"
-    bomb = b"\x80\x04" + b"]" * 3_000_000 + b"."
+    bomb = b"\x80\x04" + b"]" * 1_500_000 + b"."
     (source / ".metadata").write_bytes(bomb)
     refuse(source, UnsupportedError, ".metadata", refused)
     monkeypatch.setattr(dcp_metadata, "_CELLS_WITHOUT_BYTES", 1 << 40)
@@ -644,7 +644,7 @@ def test_what_metadata_may_cost_is_bounded(source: Path, monkeypatch: pytest.Mon
     os.truncate(source / "__0_0.distcp", 1 << 28)
     refuse(source, CorruptFileError, ".metadata", "expected the metadata of a checkpoint")
     monkeypatch.setattr(dcp_metadata, "_MAX_BYTES", len(bomb) - 1)
-    refuse(source, UnsupportedError, "has 3,000,003 bytes, more than is read")
+    refuse(source, UnsupportedError, "has 1,500,003 bytes, more than is read")
 
 
 def test_a_chunk_that_holds_something_else(source: Path) -> None:

@@ -225,9 +225,9 @@ WIDE = {"largest": "2GB", "tensors": 14}
         pytest.param("shard0", "4GB", 8, {}, 0, id="shard0-4GB"),
         pytest.param("shard0", "12GB", 8, {"with_buffers": True}, LIMIT, id="shard0-12GB-buffers"),
         pytest.param("shard1", "4GB", 8, {"with_buffers": True}, LIMIT, id="shard1-4GB-buffers"),
-        pytest.param("shard1", "12GB", 2, {}, LIMIT, id="shard1-12GB"),
+        pytest.param("shard1", "4GB", 2, {}, LIMIT, id="shard1-4GB-2ranks"),
         pytest.param("tp", "4GB", 8, {}, 0, id="tp-4GB"),
-        pytest.param("tp", "12GB", 8, {"with_buffers": True}, LIMIT, id="tp-12GB-buffers"),
+        pytest.param("tp", "4GB", 8, {"with_buffers": True}, LIMIT, id="tp-4GB-buffers"),
         # Wide rows, as each is cut into 64 runs.
         pytest.param("shard1", "3.1GB", 64, WIDE, LIMIT, id="shard1-64ranks-2GB-tensor"),
         pytest.param("tp", "2.2GB", 64, MANY, LIMIT, id="tp-64ranks-2GB-tensor"),
