@@ -296,7 +296,8 @@ def _recipe(value: Value, device: str) -> object:
 
 def _origin(tensor: Tensor) -> object:
     # Two models may have tensors of the same name, but in other files.
-    return tensor.name, tensor.extents.files[0]
+    files = tensor.extents.files
+    return tensor.name, files[0] if files else None  # no rank holds a shard of an empty tensor
 
 
 def _all_outputs(model: Model) -> Iterator[Output]:

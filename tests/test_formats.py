@@ -601,6 +601,15 @@ def test_a_pattern(pattern: str, tmp_path: Path, run: Run) -> None:
     assert report.tensors == 2
 
 
+def test_a_sharded_tensor_of_which_no_rank_holds_a_shard(tmp_path: Path, run: Run) -> None:
+    listed = [((0, 0), (0, 2), rank) for rank in range(4)]
+    empty = torch.ones(0, 2)
+    save_ranks(tmp_path / "source", lambda _: {"w": sharded_tensor(empty, listed, []), "v": WEIGHT})
+    run("merge", tmp_path / "source", tmp_path / "merged")
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    assert_same_tensors(merged, {"w": empty, "v": WEIGHT})
+
+
 def test_a_pattern_of_twelve_ranks(tmp_path: Path) -> None:
     """Which are not in the order of their names, with zeros before the number or without."""
     for text in ("{rank}.pt", "0{rank}.pt"):
