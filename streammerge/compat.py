@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 
-from streammerge.config import REMOVED, Edit, JsonObject, JsonValue, model_configs
+from streammerge.config import REMOVED, Edit, JsonObject, JsonValue, model_configs, model_type_of
 
 REASON = "for readers of transformers 4.x"
 
@@ -166,7 +166,7 @@ def _has_unprefixed_vision_tower(config: JsonObject, names: Iterable[str]) -> bo
     vision = config.get("vision_config")
     return (
         isinstance(vision, dict)
-        and vision.get("model_type") in _VISION_MODELS
+        and model_type_of(vision) in _VISION_MODELS
         and any(_VISION_PART.search(name) for name in names)
     )
 
@@ -177,7 +177,7 @@ def _legacy_keys(part: JsonObject) -> JsonObject:
         keys = _legacy_rope(part)
     except _Inexpressible:
         keys = {}
-    if part.get("model_type") in _NUM_EXPERTS and "num_local_experts" in part:
+    if model_type_of(part) in _NUM_EXPERTS and "num_local_experts" in part:
         keys["num_experts"] = part["num_local_experts"]
     return keys
 
@@ -188,10 +188,8 @@ def _legacy_rope(part: JsonObject) -> JsonObject:
     Raises:
         _Inexpressible: 4.x has no keys for them.
     """
-    model_type, rope = part.get("model_type"), part.get("rope_parameters")
-    if not isinstance(rope, dict) or not isinstance(model_type, str):
-        return {}
-    if model_type not in _ROPE_MODELS:
+    model_type, rope = model_type_of(part), part.get("rope_parameters")
+    if not isinstance(rope, dict) or model_type is None or model_type not in _ROPE_MODELS:
         return {}
     if "full_attention" not in rope and "sliding_attention" not in rope:
         return _legacy_rope_of_all(model_type, rope, part)
@@ -226,6 +224,8 @@ def _legacy_scaling(model_type: str, rope: JsonObject, part: JsonObject) -> Json
     kind = rope.get("rope_type", rope.get("type", "default"))
     apart = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
     fields = {key: value for key, value in rope.items() if key not in apart}
+    if not isinstance(kind, str):
+        raise _Inexpressible
     if kind in _UNSCALED and not fields:
         return None
     if kind not in _KINDS:

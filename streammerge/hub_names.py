@@ -264,7 +264,7 @@ _CLASSIFIER = re.compile(
 # What files hold and transformers does not load (`_keys_to_ignore_on_load_unexpected`): layers for
 # multi-token prediction, and buffers of old models.
 _UNUSED = re.compile(r"(?:^|\.)mtp\w*\.|\.rotary_emb\.inv_freq$")
-_LAYER = re.compile(r"^(?:(?:thinker|model|language_model|backbone)\.)*layers\.(\d+)\.")
+_LAYER = re.compile(r"^(?:(?:thinker|model|language_model|backbone)\.)*layers\.(\d{1,9})\.")
 _SCALE = "_scale_inv"  # beside a weight in float8
 
 _SHOWN = 3
@@ -519,7 +519,7 @@ def _expert_counts(values: Mapping[str, Value]) -> dict[str, int]:
 
 def _name_warnings(values: Mapping[str, Value], config: JsonObject | None) -> tuple[str, ...]:
     """What to say of vision-language models, whose names are left as they are."""
-    model_type = None if config is None else config.get("model_type")
+    model_type = model_type_of(config)
     if model_type not in _NAMED_OTHERWISE_IN_FILES or not _has_language_model(values):
         return ()
     return (

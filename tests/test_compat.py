@@ -287,6 +287,7 @@ def test_what_is_there_stays_unless_it_is_null() -> None:
     "config",
     [
         {"model_type": "llama", "rope_parameters": DEFAULT | {"rope_type": "proportional"}},
+        {"model_type": "llama", "rope_parameters": DEFAULT | {"rope_type": ["linear"]}},
         {"model_type": "olmo2", "rope_parameters": DEFAULT | YARN},
         {"model_type": "phi3", "rope_parameters": DEFAULT | LINEAR},
         {"model_type": "gemma3_text", "rope_parameters": of_layers(DEFAULT, SLIDING | LINEAR)},
@@ -461,6 +462,17 @@ def test_vision_towers_with_the_names_of_newer_versions(
     warnings = compat_warnings(config, {}, ["lm_head.weight", name])
     assert ["the vision tower has" in warning for warning in warnings] == [True] * warned
     assert compat_warnings(config, {}) == []
+
+
+def test_a_type_that_is_no_name_is_none_that_4x_knows() -> None:
+    config: JsonObject = {
+        "model_type": ["llama"],
+        "rope_parameters": DEFAULT,
+        "num_local_experts": 2,
+        "vision_config": {"model_type": ["clip_vision_model"]},
+    }
+    assert compat_edits(config) == []
+    assert compat_warnings(config, {}, ["vision_tower.embeddings.class_embedding"]) == []
 
 
 @pytest.mark.parametrize(

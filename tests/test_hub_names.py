@@ -271,6 +271,11 @@ def test_vision_language_models_keep_their_names_with_a_warning(model_type):
     assert not [line for line in files.warnings if line in warned]
 
 
+def test_a_type_that_is_no_name_is_an_unknown_one():
+    values = checkpoint({"model.language_model.norm.weight": torch.ones(2)})
+    assert expand_experts(values, {"model_type": ["qwen2_vl"]}).warnings == ()
+
+
 def test_models_that_transformers_4_saved_keep_their_names():
     model = tiny("mixtral")
     values = checkpoint(revert(model, model.state_dict()))

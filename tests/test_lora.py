@@ -6,6 +6,7 @@ import copy
 import json
 import math
 import re
+import sys
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -583,6 +584,16 @@ REFUSED: dict[str, tuple[Shapes, Settings | None, str]] = {
         KNOWN,
         "nn.MultiheadAttention is not supported",
     ),
+    "A without rows": (
+        LAYER | {"q.lora_A.default.weight": (0, 5), "q.lora_B.default.weight": (6, 0)},
+        Settings(alpha=7.0),
+        r"'q.lora_A.default.weight' has shape \[0, 5\], so it has no rank",
+    ),
+    "A without dims": (
+        LAYER | {"q.lora_A.default.weight": ()},
+        KNOWN,
+        r"'q.lora_A.default.weight' has shape \[\], so it has no rank",
+    ),
     "base changed before training": (
         {"q.weight": (6, 5), **changed(LAYER, q__base_layer__weight=None)},
         Settings(r=3, alpha=7.0, initialization="pissa"),
@@ -976,6 +987,14 @@ def test_files_that_contradict_each_other():
         ({"rank_pattern": {"q": "4"}}, "rank_pattern.q is '4'"),
         ({"rank_pattern": ["q"]}, r"rank_pattern is \['q'\], expected an object"),
         ({"alpha_pattern": {"(": 4}}, r"the key '\(', which is no regular expression"),
+        ({"alpha_pattern": {"a{99999999999}": 4}}, "which is no regular expression"),
+        ({"alpha_pattern": {"(" * 5000: 4}}, "which is no regular expression"),
+        pytest.param(
+            {"rank_pattern": {"(?i)q": 4}},
+            "'\\(\\?i\\)q', which is no regular expression: global flags not at the start",
+            marks=pytest.mark.skipif(sys.version_info < (3, 11), reason="a warning before 3.11"),
+        ),
+        ({"lora_alpha": 10**400}, "lora_alpha is 10+, expected a number"),
         ({"target_parameters": "x"}, "target_parameters is 'x', expected a list"),
     ],
 )

@@ -27,7 +27,7 @@ from streammerge.errors import SourceError
 from streammerge.formats.safetensors_files import read_file
 from streammerge.header import INDEX_FILE, METADATA_KEY, SINGLE_FILE
 from streammerge.lora.names import FILE_PREFIX, PeftName, parse_name
-from streammerge.lora.settings import Settings, read_settings
+from streammerge.lora.settings import Settings, read_settings, regex_fault
 
 __all__ = ["Finding", "check_directory"]
 
@@ -247,7 +247,12 @@ def _check_adapter(directory: str, folder: str = "") -> Iterator[Finding]:
     except SourceError as problem:
         yield error(f"{config_file}: {str(problem).removeprefix(f'{ADAPTER_CONFIG}: ')}")
         return
-    if settings is not None and weights:
+    targets = config.get("target_modules")
+    if isinstance(targets, str) and (fault := regex_fault(targets)) is not None:
+        yield error(
+            f"{config_file}: target_modules is {targets!r:.80}, no regular expression: {fault}"
+        )
+    elif settings is not None and weights:
         for finding in _check_adapter_weights(weights, settings, config):
             yield Finding(finding.severity, f"{weights_file}: {finding.message}")
 

@@ -335,6 +335,8 @@ def _matrices(
     if not keys.keys().isdisjoint(other):
         raise UnsupportedError(f"module '{module}' has adapters of a layer and of an embedding")
     a, b = (stored_base(values[keys[role]]).tensor for role in wanted)
+    if not a.shape or a.shape[0] == 0:
+        raise UnsupportedError(f"key '{a.name}' has shape {list(a.shape)}, so it has no rank")
     return a, b
 
 

@@ -11,6 +11,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -42,6 +43,7 @@ _UNSUPPORTED: dict[str, str] = {
 }
 # Values of `init_lora_weights` that change the base weights before training begins.
 _BASE_CHANGING = ("pissa", "olora", "corda", "lora_ga", "loftq")
+_PATTERN = r"(.*\.)?({})$"  # what the key of a pattern must match
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,6 +247,15 @@ def make_config(
     return config
 
 
+def regex_fault(text: str) -> str | None:
+    """Why a text is no regular expression; None if it is one."""
+    try:
+        re.compile(text)
+    except (re.error, OverflowError, RecursionError) as error:
+        return str(error)
+    return None
+
+
 def commonest(values: Iterable[_T]) -> _T:
     """The value that occurs most often; of several, the first."""
     return Counter(values).most_common(1)[0][0]
@@ -253,7 +264,7 @@ def commonest(values: Iterable[_T]) -> _T:
 def _by_pattern(pattern: Mapping[str, _T], name: str, default: _T | None) -> _T | None:
     """As `get_pattern_key` in peft 0.21 `utils/other.py`: the first key that matches counts."""
     for key, value in pattern.items():
-        if re.match(rf"(.*\.)?({key})$", name):
+        if re.match(_PATTERN.format(key), name):
             return value
     return pattern.get(name, default)
 
@@ -331,19 +342,21 @@ def _pattern(config: JsonObject, key: str) -> Iterable[tuple[str, JsonValue]]:
     if not isinstance(value, dict):
         raise UnsupportedError(f"{CONFIG}: {key} is {value!r}, expected an object")
     for name in value:
-        try:
-            re.compile(name)
-        except re.error as error:
+        # Where PEFT puts it, it cannot set flags.
+        fault = regex_fault(name) or regex_fault(_PATTERN.format(name))
+        if fault is not None:
             raise UnsupportedError(
-                f"{CONFIG}: {key} has the key {name!r}, which is no regular expression: {error}"
-            ) from error
+                f"{CONFIG}: {key} has the key {name!r:.80}, which is no regular expression: {fault}"
+            )
     return value.items()
 
 
 def _number(value: JsonValue, file: str, key: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise UnsupportedError(f"{file}: {key} is {value!r}, expected a number")
-    return float(value)
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        with suppress(OverflowError):  # an integer beyond the largest float
+            if math.isfinite(number := float(value)):
+                return number
+    raise UnsupportedError(f"{file}: {key} is {value!r:.80}, expected a number")
 
 
 def _count(value: JsonValue, key: str, file: str = CONFIG) -> int:
