@@ -23,7 +23,12 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from streammerge.checks.consistency import Weight, check_consistency, check_layers
+from streammerge.checks.consistency import (
+    Weight,
+    check_consistency,
+    check_experts,
+    check_layers,
+)
 from streammerge.checks.directory import check_directory
 from streammerge.checks.findings import Finding
 from streammerge.checks.model import check_model
@@ -481,6 +486,10 @@ def test_a_damaged_value_head(with_value_head: Path) -> None:
         ),
         (lambda c: c.update(auto_map={"AutoModel": "ann/repo--modeling_x.XModel"}), None),
         (lambda c: c.update(num_hidden_layers=5), "error model.layers: layer 4 missing"),
+        (
+            lambda c: c.update(num_hidden_layers=10**12),
+            "error model.layers: layer 4, 5, 6 and 999999999993 more missing, config.json says",
+        ),
         (lambda c: c.update(num_hidden_layers=3), "error model.layers: has layer 3, but"),
         (lambda c: c.update(num_hidden_layers=3, num_nextn_predict_layers=1), None),
     ],
@@ -717,6 +726,17 @@ def test_whatever_is_gone_from_layers_is_found(count: int, data: st.DataObject) 
     assert f"transformer.h.{layer}: lacks" in finding.message
 
 
+def test_layers_and_experts_beyond_measure() -> None:
+    names = [f"layers.{number}.norm.weight" for number in (0, 999_999_999, "9" * 5000)]
+    (finding,) = check_layers(names, {})
+    assert finding.message == ("layers: layer 1, 2, 3 and 999999995 more missing, up to 999999999")
+    experts = {f"mlp.experts.{n}.w.weight": Weight("F32", (2,)) for n in (1, 999_999_999)}
+    (finding,) = check_experts(experts, {})
+    assert finding.message == (
+        "mlp.experts: expert 0, 2, 3 and 999999995 more missing of 1000000000"
+    )
+
+
 _keys = st.sampled_from(
     [
         "architectures",
@@ -839,6 +859,11 @@ def test_an_adapter_beside_a_model(model: Path, adapter: Path) -> None:
             "error adapter_model.safetensors: model.embed_tokens: lora_embedding_A is [2, 32], but",
         ),
         (lambda c: c.update(r=3, rank_pattern={"q_proj|down_proj|embed_tokens": 2}), None),
+        (lambda c: c.update(target_modules="(?i).*(q_proj|down_proj|embed_tokens)"), None),
+        (
+            lambda c: c.update(target_modules="(q_proj"),
+            "error adapter_config.json: target_modules is '(q_proj', no regular expression",
+        ),
     ],
 )
 def test_adapter_config(

@@ -41,7 +41,8 @@ _LAYER_LISTS = ("layers", "h", "blocks", "block", "layer")
 _LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 # Layers behind the last one that predict further tokens: DeepSeek-V3, GLM-4.5 and others.
 _EXTRA_LAYERS = re.compile(r"nextn|mtp")
-_EXPERT = re.compile(r"(.*\bexperts)\.(\d+)\.(.+)")
+_NUMBER = re.compile(r"\d{1,9}")  # of a layer; longer ones are other parts of names
+_EXPERT = re.compile(r"(.*\bexperts)\.(\d{1,9})\.(.+)")
 _EXPERT_NUMBER = re.compile(r"(\bexperts)\.\d+\.")
 _PACKED_EXPERTS = (".experts.gate_up_proj", ".experts.down_proj")
 # Where the config of the language model is, in that of a larger model.
@@ -160,15 +161,12 @@ def check_layers(names: Collection[str], config: JsonObject) -> Iterator[Finding
         if count is None:
             # Lists of unlike modules, as in a convolutional encoder, may have members without
             # tensors. Layers that are all alike have none.
-            holes = sorted(set(range(max(stack))) - set(stack))
-            if holes and len({frozenset(tensors) for tensors in stack.values()}) == 1:
-                yield warning(f"{path}: layer {_numbers(holes)} missing, up to {max(stack)}")
+            missing = _missing(stack, max(stack))
+            if missing and len({frozenset(tensors) for tensors in stack.values()}) == 1:
+                yield warning(f"{path}: layer {missing} missing, up to {max(stack)}")
             continue
-        missing = sorted(set(range(count)) - set(stack))
-        if missing:
-            yield error(
-                f"{path}: layer {_numbers(missing)} missing, config.json says {count} layers"
-            )
+        if missing := _missing(stack, count):
+            yield error(f"{path}: layer {missing} missing, config.json says {count} layers")
         surplus = sorted(number for number in stack if number >= count + _extra_layers(config))
         if surplus:
             yield error(
@@ -183,7 +181,7 @@ def _stacks(names: Iterable[str]) -> dict[str, _Stack]:
     stacks: dict[str, _Stack] = defaultdict(lambda: defaultdict(set))
     for name in names:
         parts = name.split(".")
-        at = next((i for i, part in enumerate(parts) if part.isdecimal()), 0)
+        at = next((i for i, part in enumerate(parts) if _NUMBER.fullmatch(part)), 0)
         if at and parts[at - 1] in _LAYER_LISTS:
             # Whether all experts are there is asked elsewhere.
             rest = _EXPERT_NUMBER.sub(r"\1.*.", ".".join(parts[at + 1 :]))
@@ -276,9 +274,8 @@ def check_experts(weights: Weights, config: JsonObject) -> Iterator[Finding]:
 
 def _check_expert_group(group: _Stack, counts: Collection[int]) -> Iterator[Finding]:
     count = max(group) + 1
-    missing = sorted(set(range(count)) - set(group))
-    if missing:
-        yield error(f"expert {_numbers(missing)} missing of {count}")
+    if missing := _missing(group, count):
+        yield error(f"expert {missing} missing of {count}")
     else:
         yield from _check_expert_count(count, counts)
     every = set().union(*group.values())
@@ -427,3 +424,13 @@ def _ints_anywhere(value: JsonValue, keys: Collection[str]) -> Iterator[int]:
 
 def _numbers(numbers: Iterable[int]) -> str:
     return listed(map(str, numbers))
+
+
+def _missing(numbers: Collection[int], count: int) -> str:
+    """The numbers below `count` that are not there, for people; empty if all are.
+
+    Names and configs can claim any number of layers, so it is the numbers that are gone through.
+    """
+    missing = max(count, 0) - sum(number < count for number in numbers)
+    absent = (str(number) for number in range(count) if number not in numbers)
+    return listed(absent, missing) if missing else ""

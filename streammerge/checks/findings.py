@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
@@ -41,8 +42,15 @@ def first_error(findings: Iterable[Finding]) -> str | None:
     return errors[0] + (f" (and {len(errors) - 1} more)" if len(errors) > 1 else "")
 
 
-def listed(names: Iterable[str]) -> str:
-    """The first of some names, and how many more there are."""
-    names = list(names)
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return ", ".join(names[:_NAMED]) + more
+def listed(names: Iterable[str], count: int | None = None) -> str:
+    """The first of some names, and how many more there are.
+
+    Args:
+        names: all of them; only the first are asked for if `count` is given.
+        count: how many there are.
+    """
+    if count is None:
+        names = list(names)
+        count = len(names)
+    more = f" and {count - _NAMED} more" if count > _NAMED else ""
+    return ", ".join(itertools.islice(names, _NAMED)) + more
