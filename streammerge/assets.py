@@ -10,6 +10,7 @@ from fnmatch import fnmatch
 
 from streammerge.config import JsonObject, parse_json
 from streammerge.errors import CheckpointNotFoundError, CorruptFileError, SourceError
+from streammerge.header import MAX_HEADER_BYTES
 
 CONFIG = "config.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -21,7 +22,6 @@ VALUE_HEAD_FILE = "value_head.safetensors"
 # verl writes the first beside its rank files; the others are PEFT's.
 _LORA_META = "lora_train_meta.json"
 _ADAPTER_CONFIGS = (os.path.join(ADAPTER_DIRECTORY, ADAPTER_CONFIG), ADAPTER_CONFIG)
-_MAX_JSON_BYTES = 64 << 20
 
 # Weights, their indexes, and what belongs to a training run: never copied. A stale weights file
 # beside a new index would be loaded instead of ours, without a warning. Code is copied, whatever
@@ -281,11 +281,18 @@ def _exists(path: str) -> bool:
     return True
 
 
+def read_json(path: str) -> JsonObject:
+    """The object in a JSON file beside the weights.
+
+    Raises:
+        CorruptFileError: it is no JSON object, or too large to be one.
+        SourceError: it cannot be read.
+    """
+    return parse_json(_read(path), path)
+
+
 def _first_json(paths: Iterator[str]) -> JsonObject | None:
-    for path in paths:
-        if os.path.isfile(path):
-            return parse_json(_read(path), path)
-    return None
+    return next((read_json(path) for path in paths if os.path.isfile(path)), None)
 
 
 def _read_text(path: str) -> str | None:
@@ -297,12 +304,17 @@ def _read_text(path: str) -> str | None:
 
 def _read(path: str) -> bytes:
     try:
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=_open_at_once) as file:
             size = os.fstat(file.fileno()).st_size
-            if size > _MAX_JSON_BYTES:
+            if size > MAX_HEADER_BYTES:  # the index of the weights may be as long as a header
                 raise CorruptFileError(
                     f"{path}: has {size:,} bytes, too large for what it should be"
                 )
             return file.read(size)
     except OSError as error:
         raise SourceError(f"{path}: {error.strerror}") from error
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """Open a file; a pipe of that name is not waited for."""
+    return os.open(path, flags | os.O_NONBLOCK)

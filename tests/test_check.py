@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import logging
+import os
 import re
 import shutil
 import socket
@@ -313,6 +314,19 @@ def test_a_file_that_is_a_directory(model: Path) -> None:
         "error config.json: Is a directory",
         "error model.safetensors: Is a directory",
     )
+
+
+def test_pipes_are_not_waited_for(model: Path) -> None:
+    for name in ("model.safetensors", "config.json"):
+        (model / name).unlink()
+        os.mkfifo(model / name)
+    found(model, "error config.json is no JSON file", "error model.safetensors: the file is empty")
+    differences(model, "error ")
+
+
+def test_a_config_beyond_measure(model: Path) -> None:
+    os.truncate(model / "config.json", 1 << 40)
+    found(model, "error config.json: has 1,099,511,627,776 bytes, too large")
 
 
 def test_no_format(model: Path) -> None:

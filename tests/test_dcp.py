@@ -875,6 +875,12 @@ def test_an_empty_shard_is_named_once(shards: Path) -> None:
     assert str(caught.value) == f"{shard(shards, 2)}: the file is empty (0 bytes)"
 
 
+def test_a_shard_that_is_a_pipe_is_not_waited_for(shards: Path) -> None:
+    shard(shards, 2).unlink()
+    os.mkfifo(shard(shards, 2))
+    refuse(shards, CorruptFileError, shard(shards, 2).name, "the file is empty")
+
+
 def test_shards_of_several_saves(shards: Path) -> None:
     shutil.copy(shard(shards, 1), shards / "shard-00001-model-00001-of-00007.safetensors")
     refuse(shards, InconsistentRanksError, "different saves")

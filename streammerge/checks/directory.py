@@ -6,7 +6,6 @@ names and shapes tell is in `consistency`. `model` compares with the model itsel
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections import defaultdict
@@ -19,12 +18,13 @@ from streammerge.assets import (
     ADAPTER_FILE,
     CONFIG,
     VALUE_HEAD_FILE,
+    read_json,
 )
 from streammerge.checks.consistency import Weight, Weights, check_consistency, remote_modules
 from streammerge.checks.findings import Finding, error, listed, warning
-from streammerge.config import JsonObject, parse_json
+from streammerge.config import JsonObject
 from streammerge.errors import SourceError
-from streammerge.formats.safetensors_files import read_file
+from streammerge.formats.safetensors_files import read_file_with_metadata
 from streammerge.header import INDEX_FILE, METADATA_KEY, SINGLE_FILE
 from streammerge.lora.names import FILE_PREFIX, PeftName, parse_name
 from streammerge.lora.settings import Settings, read_settings, regex_fault
@@ -104,10 +104,7 @@ def _check_model(directory: str, files: Sequence[str], raw: bool) -> Iterator[Fi
 def _read_config(directory: str, files: Sequence[str]) -> tuple[JsonObject | None, list[Finding]]:
     if CONFIG not in files:
         return None, [warning(f"no {CONFIG}: these are weights only, loaders ask for it")]
-    config, findings = _read_json(directory, CONFIG)
-    if config is None:
-        return None, findings
-    return config, findings
+    return _read_json(directory, CONFIG)
 
 
 def _check_remote_code(directory: str, files: Sequence[str]) -> Iterator[Finding]:
@@ -307,36 +304,22 @@ def _read_tensors(directory: str, name: str) -> tuple[dict[str, Weight], list[Fi
     """The tensors of a file, whose size is compared with what its header says."""
     path = os.path.join(directory, name)
     try:
-        entries = read_file(path)[1]
-        metadata = _read_metadata(path)
+        _, entries, metadata = read_file_with_metadata(path)
     except SourceError as problem:
         return {}, [error(_relative(str(problem), directory))]
-    except OSError as problem:
-        return {}, [error(f"{name}: {problem.strerror}")]
     findings = []
-    if metadata != "pt":
+    if (said := metadata.get("format")) != "pt":
         findings.append(
-            error(f"{name}: {METADATA_KEY} says format {metadata!r}, transformers 4 asks for 'pt'")
+            error(f"{name}: {METADATA_KEY} says format {said!r}, transformers 4 asks for 'pt'")
         )
     return {entry.name: Weight(entry.dtype, entry.shape) for entry in entries}, findings
 
 
-def _read_metadata(path: str) -> object:
-    """The ``format`` that the header of a good file says."""
-    with open(path, "rb") as stream:
-        size = int.from_bytes(stream.read(8), "little")
-        return json.loads(stream.read(size)).get(METADATA_KEY, {}).get("format")
-
-
 def _read_json(directory: str, name: str) -> tuple[JsonObject | None, list[Finding]]:
-    path = os.path.join(directory, name)
     try:
-        with open(path, "rb") as stream:
-            return parse_json(stream.read(), path), []
+        return read_json(os.path.join(directory, name)), []
     except SourceError as problem:
         return None, [error(_relative(str(problem), directory))]
-    except OSError as problem:
-        return None, [error(f"{name}: {problem.strerror}")]
 
 
 def _relative(message: str, directory: str) -> str:

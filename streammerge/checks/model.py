@@ -16,10 +16,10 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from streammerge.assets import CONFIG
+from streammerge.assets import CONFIG, read_json
 from streammerge.checkpoint import Checkpoint, Tensor
 from streammerge.checks.findings import Finding, error, listed, warning
-from streammerge.config import JsonObject, parse_json
+from streammerge.config import JsonObject
 from streammerge.dtypes import TO_TORCH
 from streammerge.errors import SourceError
 from streammerge.formats import safetensors_files
@@ -43,14 +43,12 @@ def check_model(directory: str) -> list[Finding]:
     for name in _REQUIRED:
         if importlib.util.find_spec(name) is None:
             return [_not_compared(f"{name} is not installed")]
-    try:
-        with open(os.path.join(directory, CONFIG), "rb") as stream:
-            config = parse_json(stream.read(), os.path.join(directory, CONFIG))
-        checkpoint = safetensors_files.describe([directory])
-    except FileNotFoundError:
+    path = os.path.join(directory, CONFIG)
+    if not os.path.exists(path):
         return [_not_compared(f"no {CONFIG}")]
-    except OSError as problem:
-        return [error(f"{problem.filename}: {problem.strerror}")]
+    try:
+        config = read_json(path)
+        checkpoint = safetensors_files.describe([directory])
     except SourceError as problem:
         return [error(str(problem))]
     transformers = importlib.import_module("transformers")

@@ -143,7 +143,8 @@ def read_file(path: str) -> tuple[File, list[Entry]]:
 def read_file_with_metadata(path: str) -> tuple[File, list[Entry], dict[str, str]]:
     """As `read_file`, with the free-form metadata of the header."""
     with about(path):
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        # A pipe of that name would otherwise be waited for.
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
             status = os.fstat(fd)
             text = _read_header(fd, status.st_size)
