@@ -27,7 +27,7 @@ from streammerge.checkpoint import Checkpoint
 from streammerge.checks.directory import check_directory
 from streammerge.checks.findings import first_error
 from streammerge.checks.model import check_model
-from streammerge.errors import StreamMergeError, TargetError, UsageError
+from streammerge.errors import StreamMergeError, TargetError, UsageError, printable
 from streammerge.execution import check_plan_target
 from streammerge.formats import describe
 from streammerge.pipeline import merge, plan, verify
@@ -379,14 +379,14 @@ def _print_json(value: object) -> None:
 
 
 def _warn(line: str) -> None:
-    print(f"streammerge: warning: {line}", file=sys.stderr)
+    print(f"streammerge: warning: {printable(line)}", file=sys.stderr)
 
 
 def _fail(message: str, hint: str | None, as_json: bool, code: int) -> int:
-    line = " ".join(message.split())
+    line = printable(" ".join(message.split()))
     print(f"streammerge: error: {line}", file=sys.stderr)
     if hint:
-        print(f"hint: {hint}", file=sys.stderr)
+        print(f"hint: {printable(hint)}", file=sys.stderr)
     if as_json:
         _print_json({"error": line, "hint": hint, "exit_code": code})
     return code

@@ -44,6 +44,7 @@ __all__ = [
     "UnsupportedError",
     "UsageError",
     "about",
+    "printable",
     "writing_error",
 ]
 
@@ -57,8 +58,7 @@ class StreamMergeError(Exception):
     """
 
     def __init__(self, message: str, *, hint: str | None = None) -> None:
-        # Names in files may hold line breaks, and what else steers a terminal.
-        super().__init__(message if message.isprintable() else _printable(message))
+        super().__init__(printable(message))
         self.hint = hint
 
 
@@ -122,7 +122,10 @@ class ProcessesError(StreamMergeError):
     """Another process of the same merge is gone, cannot be reached, or merges something else."""
 
 
-def _printable(text: str) -> str:
+def printable(text: str) -> str:
+    """A text on one line. Names in files may hold line breaks, and what else steers a terminal."""
+    if text.isprintable():
+        return text
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 

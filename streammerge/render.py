@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from streammerge.assets import ADAPTER_FILE
 from streammerge.changes import Change
 from streammerge.checkpoint import Checkpoint, MeshLayout, Skipped, Tensor
 from streammerge.checks.findings import Finding
 from streammerge.crc import CrcReport
+from streammerge.errors import printable
 from streammerge.execution import Report
 from streammerge.header import INDEX_FILE
 from streammerge.planner import Plan
@@ -57,7 +58,7 @@ def checkpoint_text(checkpoint: Checkpoint) -> str:
         lines.append(text + (f", {count} parallel" if count > 1 else ""))
     rows = [("name", "dtype", "global shape", "placements", "bytes")]
     rows += [
-        (t.name, t.dtype, str(list(t.shape)), str(t.layout), f"{t.nbytes:,}")
+        (printable(t.name), t.dtype, str(list(t.shape)), str(t.layout), f"{t.nbytes:,}")
         for t in checkpoint.tensors
     ]
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
@@ -76,7 +77,7 @@ def checkpoint_text(checkpoint: Checkpoint) -> str:
         total = sum(entry.nbytes for entry in checkpoint.left_out)
         lines.append(f"left out, state of the training: {left_out} ({size(total)})")
     lines.append(f"side files: {checkpoint.assets or 'none found'}")
-    return "\n".join(lines)
+    return _text(lines)
 
 
 def plan_json(plan: Plan, target: str, lacking: int, refusal: str | None) -> Json:
@@ -142,7 +143,7 @@ def plan_text(
     if refusal:
         lines.append(f"the target would be refused: {refusal}")
     lines += [f"warning: {line}" for line in plan.warnings]
-    return "\n".join(lines)
+    return _text(lines)
 
 
 def report_json(report: Report) -> Json:
@@ -194,7 +195,7 @@ def report_text(report: Report, *, verbose: bool = False) -> str:
     )
     if report.peak_memory is not None:
         text += f", peak memory {size(report.peak_memory)}"
-    return "\n".join([*lines, text])
+    return _text([*lines, text])
 
 
 def difference_lines(comparison: Comparison) -> list[str]:
@@ -256,7 +257,7 @@ def verification_text(found: Verification, *, verbose: bool = False) -> str:
     )
     if found.peak_memory is not None:
         text += f", peak memory {size(found.peak_memory)}"
-    return "\n".join([*lines, text])
+    return _text([*lines, text])
 
 
 def size(nbytes: float) -> str:
@@ -278,7 +279,7 @@ def upload_text(upload: Upload) -> str:
     text = f"uploaded to {upload.url}"
     if upload.deleted:
         text += f"; deleted there, as loaders would take them: {_some(upload.deleted, True)}"
-    return text
+    return printable(text)
 
 
 def findings_json(directory: str, findings: Sequence[Finding]) -> Json:
@@ -293,7 +294,11 @@ def findings_text(directory: str, findings: Sequence[Finding]) -> str:
     """``check``."""
     if not findings:
         return f"{directory}: nothing found"
-    return "\n".join(f"{finding.severity}: {finding.message}" for finding in findings)
+    return _text(f"{finding.severity}: {finding.message}" for finding in findings)
+
+
+def _text(lines: Iterable[str]) -> str:
+    return "\n".join(map(printable, lines))
 
 
 def _change_lines(changes: Sequence[Change], verbose: bool) -> list[str]:

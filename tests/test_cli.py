@@ -907,6 +907,19 @@ def on_terminal(code: str, *arguments: str | Path, columns: int = 80) -> tuple[i
     return running.returncode, shown.decode(), out
 
 
+@pytest.mark.parametrize(
+    "command", ["inspect {0}", "merge {0} {1} --dry-run --verbose", "merge {0} {1} --verbose"]
+)
+def test_what_a_name_holds_steers_no_terminal(tmp_path: Path, run: Run, command: str) -> None:
+    odd = "a\x1b[31mred\nwarning: all is well"
+    source = tmp_path / "source"
+    checkpoints.save_plain(source, [{f"_orig_mod.{odd}": torch.ones(2), f"{odd}!": 3}])
+    done = run(*command.format(source, tmp_path / "merged").split())
+    lines = (done.out + done.err).splitlines()
+    assert all(map(str.isprintable, lines))
+    assert sum(ascii(odd)[1:-1] in line for line in lines) >= 2
+
+
 def test_the_callback_of_a_merge(tmp_path: Path) -> None:
     total = checkpoints.save_many(tmp_path / "source", tensors=5, numel=1000, world_size=3)
     states: list[Progress] = []
