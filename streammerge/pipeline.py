@@ -13,8 +13,7 @@ from streammerge.assets import SideFiles
 from streammerge.checkpoint import Checkpoint
 from streammerge.errors import UsageError
 from streammerge.execution import Report, execute, peak_memory
-from streammerge.formats import AUTO, describe
-from streammerge.formats import Sources as SourcePaths
+from streammerge.formats import AUTO, SourcePaths, describe
 from streammerge.measure import Tolerance
 from streammerge.phases import OnProgress
 from streammerge.planner import (

@@ -475,10 +475,5 @@ def _strided_chunk(
     return tuple(picked)
 
 
-def iter_positions(mesh_shape: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """All positions of a mesh, row-major."""
-    return itertools.product(*map(range, mesh_shape))
-
-
 def _by(sizes: Sequence[int]) -> str:
     return "x".join(map(str, sizes)) if sizes else "of no dims"

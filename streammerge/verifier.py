@@ -18,8 +18,7 @@ from streammerge.checkpoint import Checkpoint, Extents, PlainLayout, Tensor
 from streammerge.differences import Pair, ValueDifference, compare_values
 from streammerge.dtypes import FLOATING, TO_TORCH
 from streammerge.errors import ResultError
-from streammerge.formats import AUTO, FORMATS, describe, safetensors_files
-from streammerge.formats import Sources as SourcePaths
+from streammerge.formats import AUTO, FORMATS, SourcePaths, describe, safetensors_files
 from streammerge.header import SINGLE_FILE
 from streammerge.measure import Tolerance
 from streammerge.phases import OnProgress

@@ -25,7 +25,6 @@ from streammerge.placement import (
     Shard,
     Sharding,
     StridedShard,
-    iter_positions,
     local_boxes,
     row_major_strides,
 )
@@ -322,7 +321,7 @@ def test_shards_of_a_mesh_fill_a_tensor(rng: random.Random) -> None:
     itemsize = rng.choice([1, 2, 4, 8])
     value = np.frombuffer(rng.randbytes(math.prod(shape) * itemsize), f"V{itemsize}").reshape(shape)
     shards = []
-    for position in iter_positions(mesh_shape):
+    for position in np.ndindex(mesh_shape):
         boxes = local_boxes(shape, sharding, position)
         if boxes:
             local = np.empty(boxes[0].local_shape, f"V{itemsize}")

@@ -42,7 +42,6 @@ from streammerge.placement import (
     StridedShard,
     check_tiling,
     describe_box,
-    iter_positions,
     local_boxes,
     local_shape,
     mesh_positions,
@@ -130,7 +129,7 @@ def assert_tiles(shape: tuple[int, ...], sharding: Sharding) -> None:
     """All positions together hold every element equally often, and `check_tiling` agrees."""
     counts = np.zeros(shape, dtype=int)
     distinct = set()
-    for position in iter_positions(sharding.mesh_shape):
+    for position in np.ndindex(sharding.mesh_shape):
         for box in local_boxes(shape, sharding, position):
             counts[tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))] += 1
             distinct.add((box.offsets, box.sizes))
@@ -186,7 +185,7 @@ def ordered_cases(
 def test_plain_shards(case: tuple[tuple[int, ...], tuple[int, ...], TorchPlacements]) -> None:
     shape, mesh_shape, placements = case
     sharding = Sharding(mesh_shape, ours(placements))
-    for position in iter_positions(mesh_shape):
+    for position in np.ndindex(mesh_shape):
         sizes, offsets = _compute_local_shape_and_global_offset(
             shape, mesh_shape, list(position), placements
         )
@@ -214,7 +213,7 @@ def test_one_dim_is_split_as_torch_chunk_does(size: int, parts: int) -> None:
 
 def test_a_scalar_is_one_box_without_dims() -> None:
     sharding = Sharding((2, 3), (Replicate(), Replicate()))
-    for position in iter_positions((2, 3)):
+    for position in np.ndindex((2, 3)):
         assert local_shape((), sharding, position) == ()
         assert local_boxes((), sharding, position) == (Box((), (), (), ()),)
     check_tiling((), [Box((), (), (), ())])
@@ -222,7 +221,6 @@ def test_a_scalar_is_one_box_without_dims() -> None:
 
 def test_a_mesh_of_no_dims_holds_the_whole() -> None:
     sharding = Sharding((), ())
-    assert list(iter_positions(())) == [()]
     assert local_boxes((2, 3), sharding, ()) == (Box.whole_shard((0, 0), (2, 3)),)
 
 
@@ -253,7 +251,7 @@ def test_split_factors_are_read_as_an_order(case: Any) -> None:
     order = execution_order(mesh_shape, decoded)
     for flag in (None, True):
         sharding = Sharding(mesh_shape, ours(placements), None, flag)
-        for position in iter_positions(mesh_shape):
+        for position in np.ndindex(mesh_shape):
             expected = torch_local(shape, mesh_shape, position, plain, order)
             assert_holds(shape, sharding, position, expected)
         if math.prod(shape):
@@ -267,7 +265,7 @@ def test_a_stated_shard_order_rules(case: Any) -> None:
     stated = tuple((entry.tensor_dim, entry.mesh_dims) for entry in shard_order)
     sharding = Sharding(mesh_shape, ours(placements), stated, False)
     order = execution_order(mesh_shape, shard_order)
-    for position in iter_positions(mesh_shape):
+    for position in np.ndindex(mesh_shape):
         expected = torch_local(shape, mesh_shape, position, placements, order)
         assert_holds(shape, sharding, position, expected)
     if math.prod(shape):
@@ -283,7 +281,7 @@ def test_even_strided_shards_are_where_torch_says(case: Any) -> None:
     mesh: Any = MeshSize(mesh_shape)
     placements = DTensorSpec._convert_shard_order_to_StridedShard(shard_order, plain, mesh)
     sharding = Sharding(mesh_shape, ours(placements))
-    for position in iter_positions(mesh_shape):
+    for position in np.ndindex(mesh_shape):
         sizes, offsets = _compute_local_shape_and_global_offset(
             shape, mesh_shape, list(position), placements
         )
@@ -328,7 +326,7 @@ def test_split_factors_that_no_order_gives(
             even[0] *= size
     shape = (even[0], even[1])
     sharding = Sharding(mesh_shape, ours(placements), None, flag)
-    for position in iter_positions(mesh_shape):
+    for position in np.ndindex(mesh_shape):
         expected = torch_local(shape, mesh_shape, position, placements)
         assert_holds(shape, sharding, position, expected)
     assert_tiles(shape, sharding)
@@ -374,7 +372,7 @@ def test_strided_shards_with_a_shard_order_of_their_own(
     """
     shape, mesh_shape = (72,), (2, 2)
     sharding = Sharding(mesh_shape, ours(placements), ((0, order),), False)
-    for position in iter_positions(mesh_shape):
+    for position in np.ndindex(mesh_shape):
         expected = torch_local(shape, mesh_shape, position, placements, order)
         assert_holds(shape, sharding, position, expected)
     assert_tiles(shape, sharding)
@@ -383,7 +381,7 @@ def test_strided_shards_with_a_shard_order_of_their_own(
 def test_strided_shards_of_two_dims() -> None:
     placements = (TorchStridedShard(0, split_factor=2), TorchStridedShard(1, split_factor=3))
     sharding = Sharding((2, 2), ours(placements))
-    for position in iter_positions((2, 2)):
+    for position in np.ndindex((2, 2)):
         expected = torch_local((8, 12), (2, 2), position, placements)
         assert_holds((8, 12), sharding, position, expected)
         assert len(local_boxes((8, 12), sharding, position)) == 6

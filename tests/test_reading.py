@@ -51,7 +51,6 @@ from streammerge.checkpoint import (
 from streammerge.dtypes import FLOATING, ITEMSIZE, TO_TORCH
 from streammerge.evaluate import band_numel, buffer_nbytes, evaluate
 from streammerge.placement import Box, Replicate, Shard, Sharding, StridedShard, local_boxes
-from streammerge.placement import iter_positions as positions
 from streammerge.reader import BandBuffer
 from streammerge.sources import Sources
 from streammerge.target import staging_path
@@ -124,7 +123,7 @@ class Maker:
         """A tensor whose local shards lie in one file per rank."""
         value = self.value(dtype, shape)
         extents = Extents()
-        for position in positions(sharding.mesh_shape):
+        for position in np.ndindex(sharding.mesh_shape):
             boxes = local_boxes(shape, sharding, position)
             local = np.empty(boxes[0].local_shape if boxes else (0,), value.dtype)
             for box in boxes:

@@ -73,11 +73,11 @@ _MAX_CANDIDATES = 20
 _LOST_AND_FOUND = "lost+found"  # in new file systems, closed to all but root
 _TORCH_FILES = (".pt", ".pth", ".bin", ".ckpt")
 
-Sources = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+SourcePaths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
 def describe(
-    sources: Sources,
+    sources: SourcePaths,
     *,
     format: str = AUTO,
     target: str | os.PathLike[str] | None = None,

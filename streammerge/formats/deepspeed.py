@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from streammerge.assets import CONFIG, HUGGINGFACE
 from streammerge.checkpoint import Checkpoint, File, Skipped
 from streammerge.dtypes import ITEMSIZE
 from streammerge.errors import (
@@ -41,8 +42,6 @@ FILES = "zero_pp_rank_{R}_mp_rank_00_optim_states.pt"
 OPTIONS: tuple[str, ...] = ("tag",)
 TRAINING = True
 LATEST = "latest"
-ASSETS = "huggingface"
-_CONFIG = "config.json"
 _MAX_TAG = 255  # bytes; it is the name of a folder
 
 _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
@@ -197,12 +196,12 @@ def _refuse_closed(path: str) -> None:
 
 def _asset_folders(paths: Sequence[str], folders: Sequence[str]) -> Iterator[str]:
     for path in (*paths, *folders, *(os.path.dirname(os.path.abspath(f)) for f in folders)):
-        yield os.path.join(path, ASSETS)
+        yield os.path.join(path, HUGGINGFACE)
         yield path
 
 
 def _has_config(folder: str) -> bool:
-    return os.path.isfile(os.path.join(folder, _CONFIG))
+    return os.path.isfile(os.path.join(folder, CONFIG))
 
 
 # --- its files ---

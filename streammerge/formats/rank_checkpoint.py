@@ -7,15 +7,13 @@ import os
 import stat
 from collections.abc import Sequence
 
+from streammerge.assets import CONFIG, HUGGINGFACE
 from streammerge.checkpoint import Checkpoint, Skipped
 from streammerge.entries import BoxForm, RankFile, quoted
 from streammerge.errors import SourceError, UnsupportedError
 from streammerge.formats.rank_paths import RankPaths, missing_ranks_error
 from streammerge.formats.rank_union import collect_keys, unite
 from streammerge.rank_readers import read_rank_files
-
-ASSETS = "huggingface"
-_CONFIG = "config.json"
 
 
 def describe_rank_files(directories: Sequence[str], found: RankPaths, name: str) -> Checkpoint:
@@ -75,11 +73,11 @@ def _last_rank(rank: RankFile) -> int:
 
 def _find_assets(directories: Sequence[str]) -> str | None:
     """The folder with config, tokenizer and the like: one beside the files, or theirs."""
-    beside = [os.path.join(directory, ASSETS) for directory in directories]
+    beside = [os.path.join(directory, HUGGINGFACE) for directory in directories]
     for directory in beside:
         if _is_directory(directory):
             return directory
-    with_config = (d for d in directories if os.path.isfile(os.path.join(d, _CONFIG)))
+    with_config = (d for d in directories if os.path.isfile(os.path.join(d, CONFIG)))
     return next(with_config, None)
 
 

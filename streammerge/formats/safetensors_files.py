@@ -16,6 +16,7 @@ from typing import NoReturn, TypeGuard
 
 from streammerge.checkpoint import Checkpoint, Extents, File, Members, PlainLayout, Tensor
 from streammerge.dtypes import ITEMSIZE, PACKING
+from streammerge.entries import quoted
 from streammerge.errors import (
     CheckpointNotFoundError,
     CorruptFileError,
@@ -33,7 +34,6 @@ from streammerge.formats.weight_map import (
     note_place,
     only_directory,
     parse_object,
-    quote,
     read_range,
 )
 from streammerge.header import (
@@ -226,13 +226,13 @@ def _parse_header(text: bytes) -> tuple[list[Entry], dict[str, str]]:
         try:
             entries.append(_parse_entry(name, info))
         except SourceError as error:
-            raise type(error)(f"key {quote(name)}: {error}", hint=error.hint) from error
+            raise type(error)(f"key {quoted(name)}: {error}", hint=error.hint) from error
     entries.sort(key=lambda entry: (entry.begin, entry.end))
     end = 0
     for entry in entries:
         if entry.begin != end:
             raise CorruptFileError(
-                f"key {quote(entry.name)}: its data start at {entry.begin:,}, the data before "
+                f"key {quoted(entry.name)}: its data start at {entry.begin:,}, the data before "
                 f"end at {end:,}"
             )
         end = entry.end

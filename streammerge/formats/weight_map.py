@@ -11,6 +11,8 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
+from streammerge.assets import CONFIG
+from streammerge.entries import quoted
 from streammerge.errors import (
     CheckpointNotFoundError,
     CorruptFileError,
@@ -32,7 +34,7 @@ def has_weights(directory: str, single: str, index: str) -> bool:
 
     A single file counts only beside a config: alone it is anybody's.
     """
-    beside = (index, single) if os.path.isfile(os.path.join(directory, "config.json")) else (index,)
+    beside = (index, single) if os.path.isfile(os.path.join(directory, CONFIG)) else (index,)
     return any(os.path.isfile(os.path.join(directory, name)) for name in beside)
 
 
@@ -91,7 +93,7 @@ def note_place(directory: str, places: dict[str, str], name: str, filename: str)
     other = places.setdefault(name, filename)
     if other != filename:
         raise UnsupportedError(
-            f"{directory}: key {quote(name)} is both in {other} and in {filename}"
+            f"{directory}: key {quoted(name)} is both in {other} and in {filename}"
         )
 
 
@@ -118,7 +120,7 @@ def _parse_index(text: bytes) -> dict[str, str]:
     for name, filename in weight_map.items():
         if not isinstance(filename, str) or not _is_plain(filename):
             raise CorruptFileError(
-                f"gives {brief(filename)} as the file of key {quote(name)}, expected a plain "
+                f"gives {brief(filename)} as the file of key {quoted(name)}, expected a plain "
                 "file name"
             )
     return weight_map
@@ -199,7 +201,7 @@ def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
         seen: set[str] = set()
         for name, _ in pairs:
             if name in seen:
-                raise CorruptFileError(f"key {quote(name)} twice")
+                raise CorruptFileError(f"key {quoted(name)} twice")
             seen.add(name)
     return value
 
@@ -211,12 +213,7 @@ def _refuse_constant(name: str) -> NoReturn:
 # --- messages ---
 
 
-def quote(name: str) -> str:
-    """A name on one line, whatever is in it."""
-    return f"{name!r:.200}"
-
-
 def listed(names: Sequence[str]) -> str:
     """The first of some names, and how many there are besides."""
     more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
-    return ", ".join(map(quote, names[:_MAX_NAMED])) + more
+    return ", ".join(map(quoted, names[:_MAX_NAMED])) + more
