@@ -23,6 +23,24 @@ VALUE_HEAD_FILE = "value_head.safetensors"
 _LORA_META = "lora_train_meta.json"
 _ADAPTER_CONFIGS = (os.path.join(ADAPTER_DIRECTORY, ADAPTER_CONFIG), ADAPTER_CONFIG)
 
+# What a training run keeps beside its weights to go on: verl and SkyRL (`optim_`, `extra_state_`),
+# accelerate (`utils/constants.py`), the Trainer of transformers (`trainer.py`), NeMo-RL
+# (``optimizer/optim``). Some are directories, in the format of torch.distributed.checkpoint.
+TRAINING_STATE = (
+    "optim",
+    "optim_*",
+    "optimizer*",
+    "extra_state_*",
+    "scheduler*",
+    "scaler*",
+    "sampler*.bin",
+    "dl_state_dict*.bin",
+    "random_states_*",
+    "rng_state*",
+    "custom_checkpoint_*",
+    "trainer_state.json",
+    "training_args.bin",
+)
 # Weights, their indexes, and what belongs to a training run: never copied. A stale weights file
 # beside a new index would be loaded instead of ours, without a warning. Code is copied, whatever
 # its name.
@@ -41,15 +59,7 @@ DENIED = (
     "*.gguf",
     "*.onnx",
     "*.onnx_data",
-    "optimizer*",
-    "scheduler*",
-    "rng_state*",
-    "random_states_*",
-    "sampler*.bin",
-    "dl_state_dict*.bin",
-    "custom_checkpoint_*",
-    "trainer_state.json",
-    "training_args.bin",
+    *TRAINING_STATE,
     "fsdp_config.json",
     "adapter_config.json",
     "adapter_model.*",

@@ -12,7 +12,7 @@ their objects. It cannot reach their attributes: `pickle_machine` has no way to 
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeGuard
 
 from streammerge.dtypes import FROM_TORCH, NOT_IN_SAFETENSORS, STORAGES
@@ -539,13 +539,29 @@ def _find_or_foreign(module: str, name: str) -> object:
 
 
 def _find_global(module: str, name: str) -> object:
+    return look_up(_ALLOWED, module, name, "rank file")
+
+
+def look_up(
+    stand_ins: Mapping[tuple[str, str], object], module: str, name: str, file: str
+) -> object:
+    """The stand-in of a global.
+
+    Args:
+        stand_ins: the allow-list, see `allowed`.
+        module, name: of the global.
+        file: the kind of file whose pickle asks for it.
+
+    Raises:
+        UnsafePickleError: it is not on the list.
+    """
     try:
-        return _ALLOWED[module, name]
+        return stand_ins[module, name]
     except KeyError:
         asked = f"{module}.{name}"
         raise UnsafePickleError(
             f"the pickle asks for the global {asked if asked.isprintable() else ascii(asked)}, "
-            "which no rank file needs; nothing was run"
+            f"which no {file} needs; nothing was run"
         ) from None
 
 

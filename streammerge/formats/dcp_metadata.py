@@ -24,12 +24,11 @@ from streammerge.errors import (
     CorruptFileError,
     InconsistentRanksError,
     SourceError,
-    UnsafePickleError,
     UnsupportedError,
     about,
 )
 from streammerge.pickle_machine import EndOfPickleError, Stream, damaged, run_stream
-from streammerge.unpickler import Opaque, Record, allowed, brief, is_int, is_shape
+from streammerge.unpickler import Opaque, Record, allowed, brief, is_int, is_shape, look_up
 
 _MAX_BYTES = 1 << 30  # of the pickle; that of 2 million chunks has 300 MB
 # What its values may take, in cells of the pickle machine. A chunk takes a hundred of them, 150
@@ -180,18 +179,10 @@ class _Builder:
 
     def run(self, blocks: Callable[[], Iterator[bytes]], cells: int) -> Metadata:
         """Run the pickle. Its values may take so many cells, see `pickle_machine`."""
-        allowed = self._stand_ins()
+        stand_ins = self._stand_ins()
 
         def find_global(module: str, name: str) -> object:
-            try:
-                return allowed[module, name]
-            except KeyError:
-                asked = f"{module}.{name}"
-                raise UnsafePickleError(
-                    f"the pickle asks for the global "
-                    f"{asked if asked.isprintable() else ascii(asked)}, which no .metadata of "
-                    "torch needs; nothing was run"
-                ) from None
+            return look_up(stand_ins, module, name, ".metadata of torch")
 
         try:
             root = run_stream(Stream(blocks, self._take_item, cells), find_global)

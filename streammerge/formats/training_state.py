@@ -10,31 +10,13 @@ import os
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatch
 
+from streammerge.assets import TRAINING_STATE
 from streammerge.checkpoint import File, LeftOut
-
-# verl and SkyRL (`optim_`, `extra_state_`), accelerate (`utils/constants.py`), the Trainer of
-# transformers (`trainer.py`), NeMo-RL (``optimizer/optim``). Some are directories, in the format of
-# torch.distributed.checkpoint.
-_PATTERNS = (
-    "optim",
-    "optim_*",
-    "optimizer*",
-    "extra_state_*",
-    "scheduler*",
-    "scaler*",
-    "sampler*.bin",
-    "dl_state_dict*.bin",
-    "random_states_*",
-    "rng_state*",
-    "custom_checkpoint_*",
-    "trainer_state.json",
-    "training_args.bin",
-)
 
 
 def is_training_state(name: str) -> bool:
     """Whether a file or folder of this name holds the state of a training run, no weights."""
-    return any(fnmatch(name, pattern) for pattern in _PATTERNS)
+    return any(fnmatch(name, pattern) for pattern in TRAINING_STATE)
 
 
 def find_training_state(directories: Iterable[str], read: Sequence[File]) -> tuple[LeftOut, ...]:
