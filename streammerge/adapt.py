@@ -372,8 +372,7 @@ def _settle_adapter(
             raise UsageError(
                 "the checkpoint holds an adapter and no base weights, so there is nothing to fold "
                 "it into",
-                hint="give the base model with --base DIR, or leave --lora fold away to get the "
-                "adapter",
+                hint="give the base model with --base DIR, or omit --lora fold to get the adapter",
             )
         mode = mode or "split"
     if mode == "keep":
@@ -434,7 +433,7 @@ def _refuse_arithmetic(quantized: str, values: Values, dtype: str) -> None:
     if dtype != "keep":
         raise UnsupportedError(
             f"key '{quantized}': the weights are quantized, so they cannot be converted to {dtype}",
-            hint="leave --dtype away",
+            hint="omit --dtype",
         )
     if any(isinstance(value, Fold) for value in values.values()):
         raise UnsupportedError(
@@ -492,7 +491,7 @@ def _check(outputs: Sequence[Output], side: SideFiles, texts: Sequence[Text]) ->
     if (fault := first_error(findings)) is not None:
         raise UnsupportedError(
             f"the result would not hold together: {fault}",
-            hint="--raw writes what the checkpoint holds all the same",
+            hint="--raw writes what the checkpoint holds anyway",
         )
     return [finding.message for finding in findings]
 

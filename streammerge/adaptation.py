@@ -20,7 +20,7 @@ Path = str | os.PathLike[str]
 
 
 class Adaptation(TypedDict, total=False):
-    """How a checkpoint becomes a model. Everything may be left away.
+    """How a checkpoint becomes a model. Everything may be omitted.
 
     Attributes:
         raw: write exactly what the checkpoint holds; nothing else may be given with it but

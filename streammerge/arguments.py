@@ -163,7 +163,7 @@ def upload_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument(
-        "paths", nargs="*", default=[], metavar="DIR REPO", help="what to upload, and whereto"
+        "paths", nargs="*", default=[], metavar="DIR REPO", help="what to upload, and where to"
     )
     parser.add_argument("--private", action="store_true", help="create the repository as private")
     _add_common(parser)

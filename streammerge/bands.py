@@ -17,7 +17,7 @@ from streammerge.placement import Box, row_major_strides
 MIN_RUN_BYTES = 64  # below this, picking elements apart is faster than one buffer per run
 _MIN_SCATTER_BYTES = 4096  # below this, a read per run costs more than picking elements apart
 _MIN_SKIP_BYTES = 32 << 10  # below this, skipping unused bytes costs more than reading them
-_MIN_DENSITY = 4  # read a span at once if at least one in so many of its elements is wanted
+_MIN_DENSITY = 4  # read a span at once if at least one in this many of its elements is wanted
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +146,7 @@ def fill_steps(
     itemsize: int,
     scratch: int,
 ) -> Iterator[Gather | Scatter]:
-    """What to read, and whereto, for the part of a band that one local shard holds.
+    """What to read, and where to put it, for the part of a band that one local shard holds.
 
     Args:
         band: the band.

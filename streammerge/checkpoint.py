@@ -62,7 +62,7 @@ class File:
     Attributes:
         path: as given.
         size: bytes.
-        mtime_ns, inode: to notice a file that changes under our hands.
+        mtime_ns, inode: to notice that a file has changed meanwhile.
         members: its stored blobs.
     """
 
@@ -106,7 +106,7 @@ class Extents:
         return slot
 
     def shifted(self, count: int) -> Extents:
-        """The same with `count` more in every index of a file."""
+        """The same, with `count` added to every index of a file."""
         return replace(self, files=array("i", (file + count for file in self.files)))
 
     def __len__(self) -> int:
@@ -291,7 +291,7 @@ class FlatLayout:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChunkLayout:
-    """Chunks that are stored once each, whichever rank did it (torch.distributed.checkpoint).
+    """Chunks that are stored once each, by whichever rank (torch.distributed.checkpoint).
 
     Attributes:
         boxes: the part of each slot. That of a 0-d tensor is not listed.
@@ -305,7 +305,7 @@ class ChunkLayout:
 
     @property
     def ranks(self) -> Sequence[int]:
-        """The number of each slot, as nothing says which rank it was."""
+        """The number of each slot; which rank stored it is not recorded."""
         return range(len(self.boxes.bounds) // (2 * self.boxes.ndim) if self.boxes.ndim else 1)
 
     def chunks(self, shape: tuple[int, ...]) -> tuple[Chunk, ...]:
@@ -425,7 +425,7 @@ class Checkpoint:
         return None if self.assets_mixed else self.assets
 
     def shifted(self, count: int) -> Checkpoint:
-        """The same with its files behind `count` others: each index of a file is that much more."""
+        """The same after `count` other files: that much is added to every index of a file."""
         tensors = (replace(t, extents=t.extents.shifted(count)) for t in self.tensors)
         return replace(self, tensors=tuple(tensors))
 
@@ -450,7 +450,7 @@ class Checkpoint:
                     yield mesh
 
 
-@lru_cache(maxsize=16)  # readers ask for a tensor again with each band, but go on to the next
+@lru_cache(maxsize=16)  # readers ask once per band, one tensor after another
 def _box_chunks(layout: BoxLayout | ChunkLayout) -> tuple[Chunk, ...]:
     replicas: dict[Box, list[int]] = {}
     for slot, box in enumerate(layout.boxes):

@@ -361,7 +361,7 @@ def _dispatch(arguments: list[str]) -> int:
         raise UsageError(f"unknown command {word!r}", hint="streammerge --help")
     make_parser, command = _COMMANDS[arguments[at]]
     arguments = arguments[:at] + arguments[at + 1 :]
-    # parse_intermixed_args takes names after "--" for options all the same.
+    # parse_intermixed_args takes names after "--" for options, too.
     end = arguments.index("--") if "--" in arguments else len(arguments)
     # Threads are ours; a pool inside torch on top of them would only add memory.
     os.environ.setdefault("OMP_NUM_THREADS", "1")

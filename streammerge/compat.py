@@ -1,7 +1,7 @@
 """What readers of transformers 4.x need in a directory that transformers 5 wrote. Pure.
 
-5.x renamed keys of ``config.json`` and ``tokenizer_config.json``, which 4.x does not know. Without
-a word it takes its defaults (a rope_theta of 10,000 instead of 1,000,000, 128 experts instead of
+5.x renamed keys of ``config.json`` and ``tokenizer_config.json``, which 4.x does not know. It
+silently takes its defaults (a rope_theta of 10,000 instead of 1,000,000, 128 experts instead of
 64), or it fails. The old keys can stand beside the new ones; 5.x then reads what it read before.
 
 The tables are from the classes of transformers 4.57.6: what their constructors take, and 5.24.0
@@ -55,7 +55,7 @@ _ONLY_SCALING_FIELDS = {
     "olmo2": {"factor"},
 }
 _KINDS = frozenset({"default", "linear", "dynamic", "yarn", "longrope", "llama3"})
-# `axial` is a name of 5.x. What is axial is so in 4.x without being told.
+# `axial` is a name of 5.x. In 4.x, axial models have no key that says so.
 _UNSCALED = frozenset({"default", "axial"})
 # 4.x scales these if it is not told otherwise.
 _SCALED_BY_DEFAULT = frozenset({"apertus", "gpt_oss"})

@@ -40,7 +40,7 @@ class Completion:
         self._parts = Counter(file for _, file in self._missing)
 
     def add(self, rank: int, files: Iterable[int]) -> None:
-        """A process has its parts of these files on the disk. It may be said more than once.
+        """Note that a process has its parts of these files on the disk, once or again.
 
         Raises:
             ResultError: a file is complete, but not what was written.
@@ -63,10 +63,10 @@ class Completion:
             self.add(rank, state.get("written", ()))
 
     def check_all(self) -> None:
-        """See that no part is missing, when all processes have ended their shares.
+        """Check that no part is missing, once all processes have written their shares.
 
         Raises:
-            ResultError: a process has not told of a part that it has written it.
+            ResultError: a process has not told that it has written one of its parts.
         """
         with self._lock:
             missing = sorted(self._missing)

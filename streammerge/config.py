@@ -46,7 +46,7 @@ _WEIGHT_NAME = re.compile(r"(?:^|[._])(?:weight|proj|blocks|data|qdata)$")
 
 
 class _Removed:
-    """Stands for a key that is taken away."""
+    """Stands for the value of a key that is removed."""
 
     def __repr__(self) -> str:
         return "REMOVED"

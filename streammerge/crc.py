@@ -1,6 +1,6 @@
 """Compares stored bytes with the CRC-32 that torch.save wrote for them, before any are copied.
 
-Kernel copies pass no user space and bands read out of order, so this is a pass of its own: each
+Kernel copies bypass this process and bands read out of order, so this is a pass of its own: each
 member once, in the order of the file, in small buffers.
 """
 
@@ -71,7 +71,7 @@ def check_crcs(
         checkpoint: as `describe` gives it.
         sources: its files.
         buffer_size: bytes of buffer per worker.
-        workers: number of threads; each takes another file, as far as there are so many.
+        workers: number of threads; each takes another file while there are enough.
         done: members that are not checked again: index of a file -> indices of members.
         on_checked: called with the index of a file and with members of it that are right. One
             thread at a time calls it, but not always the same.

@@ -10,7 +10,7 @@
     │   ├── UnsafePickleError       a pickle that asks for a global outside the allow-list
     │   ├── UnsupportedError        a checkpoint that cannot be merged (Partial, flat parameters)
     │   ├── InconsistentRanksError  rank files that contradict each other or their own names
-    │   ├── PlacementError          local shards that their placements do not give, or gaps
+    │   ├── PlacementError          local shards that do not match their placements, or gaps
     │   ├── ReplicaMismatchError    copies of one value that differ between ranks
     │   └── SourceChangedError      a file that changed while it was read
     ├── TargetError                 what is written
@@ -91,7 +91,7 @@ class InconsistentRanksError(SourceError):
 
 
 class PlacementError(SourceError):
-    """A local shard has another shape than its placements give, or chunks do not tile."""
+    """A local shard does not have the shape that its placements give, or chunks do not tile."""
 
 
 class ReplicaMismatchError(SourceError):
@@ -131,7 +131,7 @@ def printable(text: str) -> str:
 
 @contextmanager
 def about(where: str) -> Iterator[None]:
-    """Errors that come up inside are about this file, key or chunk."""
+    """Say which file, key or chunk the errors that are raised inside are about."""
     try:
         yield
     except StreamMergeError as error:

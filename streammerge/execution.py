@@ -41,7 +41,7 @@ from streammerge.verifier import check_written
 from streammerge.writer import create_files, write_files, write_side_files
 
 # How long a process looks for the staging directory of the first one: an NFS client may remember
-# for a while that a name was not there.
+# for a while that a name did not exist.
 _SEEN_SECONDS = 40.0
 _LOOK_SECONDS = 0.2
 

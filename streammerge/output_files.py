@@ -115,7 +115,7 @@ def finish(target: TargetFile) -> Written:
 def check_file(path: str, name: str, size: int, header: bytes) -> Written:
     """Check size and first bytes of a file that is on the disk.
 
-    It is opened anew: over NFS, that is how what other machines have written is seen.
+    It is opened again: over NFS, only that shows what other machines have written.
 
     Raises:
         TargetError: it cannot be read.
@@ -177,7 +177,7 @@ def sync(target: TargetFile) -> None:
 class Syncer:
     """A thread that flushes files to the disk while others copy.
 
-    Finished ones it closes, and then calls `finished` with their indices.
+    It closes those that are finished, and calls `finished` with their indices.
     """
 
     def __init__(self, finished: Callable[[int], None]) -> None:

@@ -1,4 +1,4 @@
-"""A few threads that work off one stream of jobs."""
+"""A few threads that share one stream of jobs."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def run(
     on_progress: Callable[[int], None] | None = None,
     stack_size: int = STACK_SIZE,
 ) -> int:
-    """Work off `jobs` with threads, each job once.
+    """Do all `jobs` with threads, each job once.
 
     Args:
         jobs: taken by one thread at a time, in order.

@@ -77,7 +77,7 @@ def damaged(problem: str) -> CorruptFileError:
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """A pickle that is read bit by bit, and whose values need not be kept.
+    """A pickle that is read block by block, and whose values need not be kept.
 
     Attributes:
         blocks: the bytes from the start, in blocks of any length; called twice.
@@ -384,7 +384,7 @@ def run(
 
 
 def _read_on(rest: bytes, blocks: Iterator[bytes]) -> bytes:
-    """The rest of what was read and at least as much again, if there is so much."""
+    """The rest of what was read and at least as much again, if there is that much."""
     parts, missing = [rest], max(1, len(rest))
     while missing > 0 and (block := next(blocks, b"")):
         parts.append(block)
@@ -395,8 +395,8 @@ def _read_on(rest: bytes, blocks: Iterator[bytes]) -> bytes:
 def _find_gets(blocks: Callable[[], Iterable[bytes]], start: int = 0) -> bytearray:
     """For each place of the memo whether it may be fetched. The others need not be filled.
 
-    Most are never fetched, and what is only there goes away at once. Each LONG_BINGET starts with
-    its byte, though not each such byte is one, so this finds them all.
+    Most are never fetched, and what nothing else holds is then freed at once. Each LONG_BINGET
+    starts with its byte, though not each such byte is one, so this finds them all.
     """
     code = bytes([_LONG_BINGET])
     size, gets = 1, 0

@@ -110,8 +110,8 @@ class Box:
         return cls(offsets, sizes, (0,) * len(sizes), sizes)
 
 
-# A box that is cut in more dims than these has more corners than are worth looking at. No training
-# cuts tensors so; a few boxes are compared by pairs.
+# Boxes that are cut in more dims than this have too many corners to look at. No training cuts
+# tensors so; a few such boxes are compared in pairs.
 _MAX_CUT_DIMS = 4
 _MAX_COMPARED = 256
 
@@ -208,10 +208,10 @@ def local_shape(
 def check_tiling(shape: Sequence[int], boxes: Iterable[Box]) -> None:
     """Prove that free boxes cover a tensor exactly once, in time that grows with their number.
 
-    How often each index is covered is told by the corners of the boxes alone: take the corner at
-    both ends of an even number of dims as +1, the others as -1, and what the corners up to an
-    index sum to is the number of boxes around it. So boxes tile the tensor if and only if their
-    corners are its own once equal ones have cancelled.
+    How often each index is covered follows from the corners of the boxes alone: count a corner as
+    +1 if it lies at the upper end of an even number of dims, else as -1, and the corners up to an
+    index sum to the number of boxes around it. So boxes tile the tensor if and only if their
+    corners are its own once opposite ones at the same place have cancelled.
 
     Raises:
         PlacementError: a box that leaves the tensor, overlaps another, or a part that none covers.

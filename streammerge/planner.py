@@ -162,7 +162,7 @@ def make_plan(
         max_shard_size: limit of a file's tensor data, in bytes or as ``5GB`` or ``4GiB``.
         memory: all buffers together, in bytes or as ``16MiB``. `DEFAULT_MEMORY` if not given, or
             what the largest LoRA fold takes.
-        workers: threads; min(4, cores) if not given, fewer where the memory asks for it.
+        workers: threads; min(4, cores) if not given, fewer where memory is short.
 
     Raises:
         UsageError: an option that makes no sense, or too little memory for a fold.
@@ -317,7 +317,7 @@ def _budget(model: Model, memory: int | str | None, threads: int) -> tuple[int, 
         raise UsageError(
             f"memory of {budget:,} bytes is too little to fold the adapter into "
             f"'{largest.name}', which takes {least:,}",
-            hint=f"--memory {least} or more, or leave it away",
+            hint=f"--memory {least} or more, or omit it",
         )
     return budget, least
 

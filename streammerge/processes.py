@@ -5,7 +5,7 @@ values. Not through collective calls: these wait where Ctrl-C does not reach the
 interface besides, and do not say which process is missing. A thread of its own talks to the store,
 so the main thread can be interrupted whatever the network does.
 
-Where one process fails, all end with its error, and one of them says it: the first, or, if that one
+Where one process fails, all end with its error, and one of them reports it: the first, or, if that
 died, the one that noticed. A single process needs no torch, and none of this.
 """
 

@@ -263,7 +263,7 @@ class Staging:
                 _exchange(self.result, self.target, self._old)
             else:
                 os.rename(self.result, self.target)
-        finally:  # Ctrl-C may come right behind
+        finally:  # Ctrl-C may come right after it
             with suppress(OSError):
                 self._published = os.path.samestat(result, os.stat(self.target))
 
@@ -370,7 +370,7 @@ def _remove_others(directory: str, kept: Collection[str] = ()) -> None:
 
 
 def _remove_tree(path: str) -> None:
-    """Remove a directory, as far as it goes."""
+    """Remove a directory, as far as that is possible."""
     with suppress(OSError):  # of the directory itself, in spite of the argument
         shutil.rmtree(path, ignore_errors=True)
 
@@ -392,7 +392,7 @@ def _exchange(new: str, old: str, aside: str) -> None:
         code = ctypes.get_errno()
         if code not in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
             raise OSError(code, os.strerror(code), old)
-    # Left by a crash behind the renames below: the result it was is replaced by now.
+    # Left by a crash after the renames below, when a new result was in its place.
     _remove_tree(aside)
     os.rename(old, aside)
     try:

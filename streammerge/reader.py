@@ -21,7 +21,7 @@ _FORMATS: dict[int, Literal["B", "H", "I", "Q"]] = {1: "B", 2: "H", 4: "I", 8: "
 
 
 class BandBuffer:
-    """Memory for a band, which starts at its first byte, and for scratch behind it.
+    """Memory for a band, which starts at its first byte, and for scratch after it.
 
     Args:
         nbytes: size.

@@ -199,7 +199,7 @@ def report_text(report: Report, *, verbose: bool = False) -> str:
 
 
 def difference_lines(comparison: Comparison) -> list[str]:
-    """Every key whose copies differ and that was taken from the first rank all the same."""
+    """Every key whose copies differ and whose value was taken from the first rank."""
     return [f"{d}; took the value of rank {d.first_rank}" for d in comparison.differences]
 
 

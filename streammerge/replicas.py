@@ -1,7 +1,7 @@
 """Compares what should be equal on several ranks, before anything is written.
 
 Raw bits are compared (a NaN equals the same NaN), in pieces that fit the buffer budget: bytes as
-they are, or with ``torch.equal`` on integer views where torch is at hand. Several processes share
+they are, or with ``torch.equal`` on integer views where torch is loaded. Several processes share
 the work, and then what they have found.
 """
 
@@ -232,7 +232,7 @@ def replica_amount(checkpoint: Checkpoint, mode: str) -> tuple[int, int]:
 
 
 def _share(checkpoint: Checkpoint, mode: str, nbytes: int, processes: Processes) -> Iterator[_Job]:
-    """What this process compares, of so many bytes. Does not depend on the size of buffers."""
+    """What this process compares of all `nbytes`. Does not depend on the size of buffers."""
     at = 0
     for tensor, chunk, slots in _copies(checkpoint, mode):
         box, itemsize = chunk.box, ITEMSIZE[tensor.dtype]

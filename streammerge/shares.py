@@ -21,7 +21,7 @@ class FileRange(NamedTuple):
 
     Attributes:
         file: index of the file.
-        start, stop: the first byte, and the one behind the last.
+        start, stop: the first byte, and the one after the last.
     """
 
     file: int

@@ -18,7 +18,7 @@ from streammerge.unpickler import StridedTensor, brief
 
 _MAX_FORMS = 1024  # about 3 KB each
 _MAX_FORM_BYTES = 16 << 10
-# Members that may lie behind the blob, as what they hold plays no part.
+# Members that may follow the blob, as what they hold does not matter.
 _WITHOUT_MEANING = frozenset({b"version", b".data/serialization_id"})
 _CRC_SIZE = 4
 _CRC_IN_DIRECTORY = 16  # where in the entry of a member its CRC-32 stands
@@ -85,7 +85,7 @@ class _Form:
         head: the bytes before the blob, with zeros for `head_crc`.
         tail: those of the directory and its end, with zeros for `tail_crcs`.
         head_crc: where in the head the CRC-32 of the blob stands, if it does.
-        tail_crcs: where in the tail those of the blob and the members behind it stand.
+        tail_crcs: where in the tail those of the blob and the members after it stand.
         model: what is the same for all archives of this form.
     """
 

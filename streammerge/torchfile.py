@@ -35,7 +35,7 @@ _END64_LOCATOR = struct.Struct("<4sIQI")
 _END64 = struct.Struct("<4sQ2H2I4Q")
 _ZIP64_EXTRA = 1
 _IN_ZIP64_EXTRA = 0xFFFFFFFF
-_HAS_DESCRIPTOR = 1 << 3  # flag: sizes and CRC stand behind the data, not in the local header
+_HAS_DESCRIPTOR = 1 << 3  # flag: sizes and CRC follow the data, not in the local header
 _IGNORED_FLAGS = 0b110  # how hard a compressor tried
 _PLAIN_FLAGS = _HAS_DESCRIPTOR | 1 << 11 | _IGNORED_FLAGS  # 1 << 11: the name is UTF-8
 _ALIGNMENT = 64  # torch pads members to this, or to what .storage_alignment says
@@ -460,7 +460,7 @@ def read_local_header(header: bytes, name: int, size: int, crc: int) -> int | No
 def _aligned_data_offset(entry: Entry, alignment: int) -> int:
     """Where torch's writer put a member's bytes: PyTorchStreamWriter pads the local extra field.
 
-    Spares one random read per member; the local header is checked when the member is first read.
+    Saves one random read per member; the local header is checked when the member is first read.
     """
     start = entry.header_offset + _LOCAL_HEADER.size + len(entry.name) + 4
     if entry.size >= _IN_ZIP64_EXTRA or entry.header_offset >= _IN_ZIP64_EXTRA:

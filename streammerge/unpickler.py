@@ -262,7 +262,7 @@ class RemoteDevice(Record):
 
 
 class Opaque(Record):
-    """Something that carries no tensor data and is of no interest. There is one only."""
+    """Something that carries no tensor data and is of no interest. There is only one."""
 
     __slots__ = ()
 
@@ -274,7 +274,7 @@ _OPAQUE = object.__new__(Opaque)
 
 
 class Foreign(Record):
-    """Something of a class that is not on the list. Nothing of it is kept; there is one only."""
+    """Something of a class that is not on the list. Nothing of it is kept; there is only one."""
 
     __slots__ = ()
 
@@ -518,7 +518,7 @@ def unpickle(data: bytes, start: int = 0, *, foreign: bool = False) -> Unpickled
         if not isinstance(pid, tuple) or len(pid) not in (5, 6) or pid[0] != "storage":
             raise damaged(f"unknown persistent id {brief(pid)}")
         kind, key, numel = pid[1], pid[2], pid[4]
-        if id(kind) not in _STORAGE_KINDS:  # not ==, which a pickle's own tuple could meet
+        if id(kind) not in _STORAGE_KINDS:  # not ==, which a pickle's own tuple could satisfy
             raise damaged(f"unknown storage class in persistent id {brief(pid)}")
         if not isinstance(key, str) or not is_int(numel) or numel < 0:
             raise damaged(f"unknown persistent id {brief(pid)}")

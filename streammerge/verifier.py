@@ -26,7 +26,7 @@ from streammerge.planner import Plan
 from streammerge.sources import Sources
 from streammerge.values import Cast, Fold, Value
 
-# Weights beside a model, of which no index tells.
+# Weights beside a model, which no index lists.
 APART_FILES = (VALUE_HEAD_FILE, f"{ADAPTER_DIRECTORY}/{ADAPTER_FILE}", ADAPTER_FILE)
 
 _INFERRED = ("F32", "F16", "BF16")  # what --dtype can make
@@ -324,7 +324,7 @@ def _as_dtype(value: Value, dtype: str) -> Value:
 
 
 def _forget_pages(path: str) -> None:
-    """Let the system forget what it remembers of a file, so that the disk is asked."""
+    """Drop a file from the page cache, so that it is read from the disk."""
     with suppress(OSError):
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:

@@ -98,8 +98,8 @@ class _BandJob:
 def create_files(plan: Plan, directory: str, kept: Collection[str] = ()) -> None:
     """Make the files of weights, in full size, with nothing in them but their headers.
 
-    Before several processes write to them, that is: an NFS client that has once looked for a name
-    in vain may go on for a minute to say that it is not there.
+    That comes before several processes write to them: an NFS client that has looked for a name in
+    vain may say for another minute that it is not there.
 
     Args:
         plan: what will be written.

@@ -170,7 +170,7 @@ def _find_rows(metadata: Metadata, names: Iterable[str]) -> array[int]:
 def _find_files(
     directories: Sequence[str], metadata: Metadata, rows: Iterable[int]
 ) -> dict[int, str]:
-    """Number of each file that is needed -> path. All that is wrong with them is said at once."""
+    """Number of each file that is needed -> path. One error names all that is wrong with them."""
     needed: dict[int, int] = {}
     for row in rows:
         end = metadata.offsets[row] + metadata.lengths[row]
@@ -228,7 +228,7 @@ def _size(path: str) -> int:
 
 @dataclass(slots=True, eq=False)
 class _Places:
-    """Where the chunks lie, as far as `Metadata` does not say it.
+    """Where the chunks lie: what `Metadata` does not say about it.
 
     Attributes:
         files: those that are read.

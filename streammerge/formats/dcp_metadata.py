@@ -3,8 +3,8 @@
 It is a pickle of ``torch.distributed.checkpoint.metadata.Metadata`` (torch 2.4 to 2.14), which
 lists the chunks of each tensor and, for each chunk, the file, offset and length of its bytes. A
 chunk takes 150 bytes of it and would take a kilobyte as objects; there are 100,000 of them in a
-checkpoint of 512 ranks and 200 tensors. So the pickle is run bit by bit, each chunk becomes a row,
-and where it is stored is filled in as it is read.
+checkpoint of 512 ranks and 200 tensors. So the pickle is read block by block, each chunk becomes a
+row, and where it is stored is filled in as it is read.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ class _Builder:
         self._known: dict[int, array[int]] = {}  # bounds, by their hash
 
     def run(self, blocks: Callable[[], Iterator[bytes]], cells: int) -> Metadata:
-        """Run the pickle. Its values may take so many cells, see `pickle_machine`."""
+        """Run the pickle, whose values may take this many cells; see `pickle_machine`."""
         stand_ins = self._stand_ins()
 
         def find_global(module: str, name: str) -> object:

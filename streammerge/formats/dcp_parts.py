@@ -126,7 +126,7 @@ def _find_model(parts: Mapping[Path, Sequence[str]]) -> Path:
         )
     raise UnsupportedError(
         f"holds no model, only {_list(parts)}" if parts else "holds no tensors",
-        hint="--prefix takes a part all the same" if parts else None,
+        hint="--prefix takes one of them anyway" if parts else None,
     )
 
 

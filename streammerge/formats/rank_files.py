@@ -31,7 +31,7 @@ def matches(path: str, *, pattern: str = _PATTERN) -> bool:
     """Whether a directory holds rank files.
 
     Raises:
-        UsageError: a pattern that is none.
+        UsageError: the pattern is not a valid one.
     """
     return has_rank_files(path, parse_pattern(pattern))
 
@@ -46,7 +46,7 @@ def describe(paths: Sequence[str], *, pattern: str = _PATTERN) -> Checkpoint:
 
     Raises:
         SourceError: missing, damaged or contradictory rank files.
-        UsageError: a pattern that is none.
+        UsageError: the pattern is not a valid one.
     """
     found = find_rank_files(paths, parse_pattern(pattern))
     for path in paths:

@@ -81,7 +81,7 @@ def describe(paths: Sequence[str]) -> Checkpoint:
 
 
 def _read_file(path: str) -> tuple[File, list[Tensor], list[Skipped]]:
-    """A file, its tensors, and its entries that are none."""
+    """A file, its tensors, and its other entries."""
     found = read_rank_file(path, 0, 1)
     names, others = collect_keys([found])
     tensors = list(unite([found], names))

@@ -23,7 +23,7 @@ def find_training_state(directories: Iterable[str], read: Sequence[File]) -> tup
     """The files and folders in some directories that hold the state of a training run.
 
     Args:
-        directories: where to look, not below them. What cannot be looked at is left away.
+        directories: where to look, not below them. What cannot be looked at is passed over.
         read: files that are part of the checkpoint, whatever their names.
     """
     known = {file.path for file in read}

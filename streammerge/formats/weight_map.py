@@ -100,7 +100,7 @@ def note_place(directory: str, places: dict[str, str], name: str, filename: str)
 def check_places(index: str, weight_map: Mapping[str, str], places: Mapping[str, str]) -> None:
     """Compare an index with what its files hold.
 
-    Loaders go by file, so a key that the index leaves out is none that is wrong.
+    Loaders go by file, so a key that the index leaves out does no harm.
 
     Raises:
         CorruptFileError: a key is not in the file that the index gives.

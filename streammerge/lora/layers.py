@@ -236,7 +236,7 @@ def possible_kinds(layer: Layer) -> tuple[Kind, ...]:
 
 
 def is_transposed(layer: Layer, model_type: str | None) -> bool:
-    """Whether a layer is for certain a linear one with a weight ``[in, out]``."""
+    """Whether a layer is certain to be a linear one with a weight ``[in, out]``."""
     if not layer.is_linear:
         return False
     if layer.base is None:

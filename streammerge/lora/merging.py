@@ -181,7 +181,7 @@ def split(
         base_name_or_path: what the config names as base model; None for what the settings name.
 
     Raises:
-        UnsupportedError: an adapter that cannot be described for certain: no alpha, two adapters,
+        UnsupportedError: an adapter that cannot be described reliably: no alpha, two adapters,
             a weight or matrix without its counterpart, an adapter of another method.
     """
     settings = settings or Settings()
