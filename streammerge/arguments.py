@@ -6,10 +6,11 @@ import argparse
 from typing import NoReturn
 
 from streammerge.adapt import COMPATS, DTYPES, LORA_MODES
+from streammerge.arithmetic import DEVICES, FOLD_DEVICES
 from streammerge.errors import UsageError
 from streammerge.formats import AUTO, format_words
 from streammerge.planner import DEFAULT_MEMORY, DEFAULT_SHARD_SIZE
-from streammerge.replicas import DEVICES, MODES
+from streammerge.replicas import MODES
 
 
 class Parser(argparse.ArgumentParser):
@@ -145,7 +146,7 @@ def verify_parser() -> argparse.ArgumentParser:
     running = _add_running(parser)
     running.add_argument(
         "--device",
-        choices=("cpu", "cuda"),
+        choices=FOLD_DEVICES,
         default="cpu",
         help="where adapters are folded, as in the merge (default: cpu)",
     )

@@ -1,11 +1,31 @@
-"""What computing with torch in threads takes."""
+"""What computing with torch takes: torch itself, a device, and its threads."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from streammerge.errors import UnsupportedError
+from streammerge.errors import UnsupportedError, UsageError
+
+DEVICES = ("auto", "cpu", "cuda")
+FOLD_DEVICES = ("cpu", "cuda")
+
+
+def check_device(device: str, known: Sequence[str] = DEVICES) -> None:
+    """Refuse a device that is unknown, or a GPU that torch does not find.
+
+    Raises:
+        UsageError: such a device.
+        UnsupportedError: a GPU, and torch cannot be imported.
+    """
+    if device not in known:
+        raise UsageError(f"unknown device {device!r}, expected one of {', '.join(known)}")
+    if device == "cuda":
+        import_torch("--device cuda", hint="use --device cpu")
+        import torch
+
+        if not torch.cuda.is_available():
+            raise UsageError("--device cuda: torch finds no GPU", hint="use --device cpu")
 
 
 def import_torch(purpose: str, hint: str = "install torch") -> None:

@@ -14,6 +14,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 
+from streammerge.arithmetic import check_device
 from streammerge.changes import Change
 from streammerge.checkpoint import Checkpoint, File, Members, Skipped
 from streammerge.checks.directory import check_directory
@@ -105,6 +106,7 @@ def execute(
         replicas: see there; None compares no copies.
         started: when the merge began, by `time.monotonic`.
     """
+    check_device(device)
     processes = processes or Processes()
     processes.tell(written=[])  # what an earlier merge has written is no part of this one
     if processes.first:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from streammerge.adapt import Model, adapt_nothing
 from streammerge.adaptation import Adaptation, Path, adapt_checkpoint
+from streammerge.arithmetic import FOLD_DEVICES, check_device
 from streammerge.assets import SideFiles
 from streammerge.checkpoint import Checkpoint
 from streammerge.errors import UsageError
@@ -189,6 +190,7 @@ def verify(
     """
     started = time.monotonic()
     check_limits(max_shard_size=DEFAULT_SHARD_SIZE, memory=memory, workers=workers)
+    check_device(device, FOLD_DEVICES)
     tolerance = None
     if rtol is not None or atol is not None:
         tolerance = Tolerance(rtol or 0.0, atol or 0.0)

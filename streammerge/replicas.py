@@ -16,11 +16,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from streammerge.arithmetic import check_device
 from streammerge.bands import Band, bands
 from streammerge.checkpoint import Checkpoint, Chunk, MeshLayout, Tensor
 from streammerge.dtypes import ITEMSIZE
 from streammerge.elements import first_difference
-from streammerge.errors import ReplicaMismatchError, UsageError
+from streammerge.errors import ReplicaMismatchError, StreamMergeError, UsageError
 from streammerge.evaluate import band_numel, buffer_nbytes
 from streammerge.parallel import STACK_SIZE, TORCH_STACK_SIZE, Team, run
 from streammerge.placement import unravel
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     import torch
 
 MODES = ("check", "first", "check-all")
-DEVICES = ("auto", "cpu", "cuda")
 
 # With less to compare, importing torch and moving the bytes costs more than comparing them here.
 _WORTH_A_GPU = 1 << 30
@@ -157,7 +157,7 @@ def compare_replicas(
         checkpoint: as `describe` gives it.
         sources: its files.
         mode: one of `MODES`.
-        device: one of `DEVICES`.
+        device: one of `arithmetic.DEVICES`.
         buffer_size: bytes of buffer per worker; two pieces share it.
         workers: number of threads.
         on_progress: called now and then, in this thread, with the bytes compared so far by this
@@ -166,12 +166,12 @@ def compare_replicas(
 
     Raises:
         UsageError: an unknown mode or device, or ``cuda`` without a GPU.
+        UnsupportedError: ``cuda`` without torch.
         ReplicaMismatchError: copies differ, unless the mode is ``first``.
     """
     if mode not in MODES:
         raise UsageError(f"unknown replicas mode {mode!r}, expected one of {', '.join(MODES)}")
-    if device not in DEVICES:
-        raise UsageError(f"unknown device {device!r}, expected one of {', '.join(DEVICES)}")
+    check_device(device)
     tensors, nbytes = replica_amount(checkpoint, mode)
     place = _choose_device(device, nbytes)
     equal = _torch_equal(place) if place == "cuda" or sys.modules.get("torch") else _bytes_equal
@@ -378,17 +378,17 @@ def _torch_equal(device: str) -> Equal:
 
 
 def _choose_device(device: str, nbytes: int) -> str:
-    if device == "cpu" or (device == "auto" and nbytes < _WORTH_A_GPU):
+    if device != "auto":
+        return device
+    # A look at files saves importing torch to learn that there is no GPU.
+    there = any(map(os.path.exists, ("/dev/nvidia0", "/dev/kfd")))
+    if nbytes < _WORTH_A_GPU or not there:
         return "cpu"
-    if device == "auto" and not any(map(os.path.exists, ("/dev/nvidia0", "/dev/kfd"))):
-        return "cpu"  # spares importing torch to learn that there is no GPU
-    import torch
-
-    if torch.cuda.is_available():
-        return "cuda"
-    if device == "cuda":
-        raise UsageError("--device cuda: torch finds no GPU", hint="use --device auto or cpu")
-    return "cpu"
+    try:
+        check_device("cuda")
+    except StreamMergeError:
+        return "cpu"
+    return "cuda"
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import streammerge
 from streammerge import replicas
-from streammerge.errors import ReplicaMismatchError, UsageError
+from streammerge.errors import ReplicaMismatchError, UnsupportedError, UsageError
 
 QUIET_NAN = torch.tensor([0x7FC00000], dtype=torch.int32).view(torch.float32)
 OTHER_NAN = torch.tensor([0x7FC00001], dtype=torch.int32).view(torch.float32)
@@ -92,7 +92,35 @@ def test_a_gpu_that_is_asked_for_but_missing_is_an_error(tmp_path: Path) -> None
     save_plain(tmp_path, [{"key": torch.ones(3)}] * 2)
     plan = streammerge.plan(streammerge.describe(tmp_path))
 
-    with pytest.raises(UsageError, match="no GPU"):
+    for act in (
+        lambda: streammerge.compare(plan, device="cuda"),
+        lambda: streammerge.write(plan, tmp_path / "merged", device="cuda"),
+        lambda: streammerge.verify(tmp_path, tmp_path, device="cuda"),
+    ):
+        with pytest.raises(UsageError, match="no GPU"):
+            act()
+
+
+def test_unknown_devices(tmp_path: Path) -> None:
+    save_plain(tmp_path, [{"key": torch.ones(3)}] * 2)
+    plan = streammerge.plan(streammerge.describe(tmp_path))
+    for act in (
+        lambda: streammerge.compare(plan, device="tpu"),
+        lambda: streammerge.write(plan, tmp_path / "merged", device="tpu"),
+        lambda: streammerge.verify(tmp_path, tmp_path, device="tpu"),
+    ):
+        with pytest.raises(UsageError, match="unknown device 'tpu'"):
+            act()
+
+
+def test_a_gpu_without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_plain(tmp_path, [{"key": torch.ones(3)}] * 2)
+    plan = streammerge.plan(streammerge.describe(tmp_path))
+    monkeypatch.setattr(replicas, "_WORTH_A_GPU", 0)
+    monkeypatch.setattr(replicas.os.path, "exists", lambda path: True)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert streammerge.compare(plan).device == "cpu"
+    with pytest.raises(UnsupportedError, match="--device cuda needs torch"):
         streammerge.compare(plan, device="cuda")
 
 
