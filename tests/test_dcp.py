@@ -458,6 +458,13 @@ def drop_chunk(metadata: Metadata) -> None:
     del tensor(metadata).chunks[0]
 
 
+def exchange_places(metadata: Metadata) -> None:
+    """Two chunks of other shapes are each where the other should be."""
+    first, other = index_of(metadata), index_of(metadata, "model.one_row")
+    places = metadata.storage_data
+    places[first], places[other] = places[other], places[first]
+
+
 TAMPERED: dict[str, tuple[Change, type[StreamMergeError], tuple[str, ...]]] = {
     "path above": (
         lambda m: store(m, relative_path="../secret"),
@@ -484,6 +491,11 @@ TAMPERED: dict[str, tuple[Change, type[StreamMergeError], tuple[str, ...]]] = {
     "huge offset": (lambda m: store(m, offset=1 << 70), CorruptFileError, (f"key '{KEY}'",)),
     "offset of another": (
         lambda m: store(m, offset=3),
+        CorruptFileError,
+        ("__0_0.distcp", f"key '{KEY}'", "byte 3: begins inside another, which ends at "),
+    ),
+    "offset inside": (
+        lambda m: store(m, offset=m.storage_data[index_of(m)].offset + 64),
         CorruptFileError,
         ("__0_0.distcp", f"key '{KEY}'", "no archive of torch.save starts there"),
     ),
@@ -556,10 +568,15 @@ TAMPERED: dict[str, tuple[Change, type[StreamMergeError], tuple[str, ...]]] = {
         PlacementError,
         (f"key '{KEY}'", "chunks cover 15 of the"),
     ),
-    "other places": (
+    "the place of another": (
         lambda m: store(m, offset=m.storage_data[index_of(m, "model.one_row")].offset),
+        CorruptFileError,
+        (f"key '{KEY}'", "begins inside another, which ends at "),
+    ),
+    "places exchanged": (
+        exchange_places,
         InconsistentRanksError,
-        (f"key '{KEY}'", "holds shape [1, 7], .metadata says shape [2, 3]"),
+        ("holds shape", "[1, 7]", "[2, 3]"),
     ),
     "not a tensor": (
         lambda m: m.state_dict_metadata.update({"model.x": "what"}),

@@ -252,12 +252,17 @@ def _read_chunks(metadata: Metadata, paths: Mapping[int, str], rows: array[int])
         path, members = paths[number], Members()
         with about(path), opened(path) as fd:
             status = os.fstat(fd)
+            end = 0
             for row in sorted(group, key=metadata.offsets.__getitem__):
                 key, tensor = owners.owner(row)
                 offsets, sizes = tensor.box(row)
                 span = Span(fd, metadata.offsets[row], metadata.lengths[row])
                 with about(f"key {quoted(key)}: chunk at {list(offsets)}, byte {span.start:,}"):
-                    if span.start + span.size > status.st_size:
+                    # One archive for many rows would be read for each of them.
+                    if span.start < end:
+                        raise CorruptFileError(f"begins inside another, which ends at {end:,}")
+                    end = span.start + span.size
+                    if end > status.st_size:
                         raise CorruptFileError(f"lies outside the {status.st_size:,} bytes of it")
                     view = _read_chunk(reader, span, tensor, sizes, members)
                 places.members[row] = view.member
