@@ -47,7 +47,7 @@ from streammerge.dtypes import FLOATING, FROM_TORCH, ITEMSIZE, PACKING, TO_TORCH
 from streammerge.errors import UnsupportedError, UsageError
 from streammerge.header import tensor_nbytes
 from streammerge.names import clean_names, is_value_head
-from streammerge.values import Cast, Fold, Stored, Value, stored_base
+from streammerge.values import Fold, Stored, Value, as_dtype, stored_base
 
 DTYPES = ("keep", "auto", "float32", "float16", "bfloat16")
 LORA_MODES = ("fold", "split", "keep")
@@ -289,15 +289,11 @@ def adapt(
     warnings = [*missing, *drafted.warnings, *tied.warnings]
     changes = [*drafted.changes, *tied.changes]
 
-    target = dtype
     groups = {"": tied.values, **drafted.apart}
     stored = {name: value for values in groups.values() for name, value in values.items()}
-    if dtype == "auto" and any(map(_module_dtype, stored.values())):
-        target = _OF_MODULE
-    elif dtype == "auto":
-        target = (config_dtype(config) if config else None) or "keep"
-        if target == "keep":
-            warnings.append("--dtype auto: no config.json says which dtype, so it is kept")
+    target = _target_dtype(dtype, stored, config)
+    if dtype == "auto" and target == "keep":
+        warnings.append("--dtype auto: no config.json says which dtype, so it is kept")
     quantized = quantized_for_certain(
         ((name, value.dtype) for name, value in stored.items()), config
     )
@@ -413,14 +409,20 @@ def _cast(
         target = _module_dtype(value) if dtype == _OF_MODULE else FROM_TORCH.get(dtype)
         kept = any(fnmatchcase(name, pattern) for pattern in keep_dtype)
         if target is not None and not kept and value.dtype in FLOATING and value.dtype != target:
-            if isinstance(value, Fold):
-                result = replace(value, dtype=target)
-            elif isinstance(value, Stored):
-                result = Cast(value, target)
+            result = as_dtype(value, target)
             reason = f"--dtype: {TO_TORCH[value.dtype]} to {TO_TORCH[target]}"
             changes.append(Change("cast", name, target, reason))
         outputs.append(_output(name, result))
     return tuple(outputs), changes
+
+
+def _target_dtype(dtype: str, values: Values, config: JsonObject | None) -> str:
+    """What ``--dtype`` asks for: torch's name, ``keep`` or `_OF_MODULE`."""
+    if dtype != "auto":
+        return dtype
+    if any(map(_module_dtype, values.values())):
+        return _OF_MODULE
+    return (config_dtype(config) if config else None) or "keep"
 
 
 def _module_dtype(value: Value) -> str | None:

@@ -283,18 +283,17 @@ def _owner(prefix: str, config: JsonObject) -> _Path:
 # --- the flag -------------------------------------------------------------------------------------
 
 
-def read_flag(config: JsonObject) -> TieFlag:
-    """How transformers 4 and 5 read a model's config.
+def read_flag(config: JsonObject, whole_type: str | None) -> TieFlag:
+    """How transformers 4 and 5 read the config of a model, or of a part of one.
 
     4.x takes ``get_text_config(decoder=True).tie_word_embeddings`` (4.57 `modeling_utils.py`), 5.x
     ``config.tie_word_embeddings`` (5.24, the same file). Some configs take over a true flag of the
     text config in 5.24, not in 5.0: that counts as not tied.
+
+    Args:
+        config: of the model or part.
+        whole_type: the type of the whole model.
     """
-    return _read_flag(config, model_type_of(config))
-
-
-def _read_flag(config: JsonObject, whole_type: str | None) -> TieFlag:
-    """The same for a model or a part of it, given the type of the whole."""
     return TieFlag(_flag_in_4(config, whole_type), _flag_in_5(config, whole_type))
 
 
@@ -581,7 +580,7 @@ def _warn_unknown(pair: Pair, flag: TieFlag, config: JsonObject) -> tuple[str, .
 
 
 def _pair_flag(pair: Pair, config: JsonObject) -> TieFlag:
-    return _read_flag(_part(config, pair.owner), model_type_of(config))
+    return read_flag(_part(config, pair.owner), model_type_of(config))
 
 
 def _architecture(config: JsonObject) -> str | None:

@@ -6,7 +6,7 @@ bytes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from streammerge.checkpoint import Tensor
@@ -114,3 +114,10 @@ def stored_base(value: Value) -> Stored:
     if isinstance(value, Fold):
         return value.base
     return value.value if isinstance(value, Cast) else value
+
+
+def as_dtype(value: Value, dtype: str) -> Value:
+    """A value rounded to another dtype, once."""
+    if isinstance(value, Fold):
+        return replace(value, dtype=dtype)
+    return Cast(stored_base(value), dtype)

@@ -24,7 +24,7 @@ from streammerge.measure import Tolerance
 from streammerge.phases import OnProgress
 from streammerge.planner import Plan
 from streammerge.sources import Sources
-from streammerge.values import Cast, Fold, Value
+from streammerge.values import Value, as_dtype
 
 # Weights beside a model, which no index lists.
 APART_FILES = (VALUE_HEAD_FILE, f"{ADAPTER_DIRECTORY}/{ADAPTER_FILE}", ADAPTER_FILE)
@@ -181,7 +181,7 @@ def infer_dtypes(model: Model, found: Iterable[Tensor]) -> Model:
             return output
         reason = f"as it was merged: {TO_TORCH[output.dtype]} to {TO_TORCH[dtype]}"
         changes.append(Change("cast", key, TO_TORCH[dtype], reason))
-        return replace(output, dtype=dtype, value=_as_dtype(output.value, dtype))
+        return replace(output, dtype=dtype, value=as_dtype(output.value, dtype))
 
     outputs = tuple(convert(output, output.name) for output in model.outputs)
     apart = {
@@ -315,12 +315,6 @@ def _reason(values: ValueDifference) -> str:
     if values.rounding:
         text += "; no more than an adapter folded on another machine"
     return text
-
-
-def _as_dtype(value: Value, dtype: str) -> Value:
-    if isinstance(value, Fold):
-        return replace(value, dtype=dtype)
-    return Cast(value.value if isinstance(value, Cast) else value, dtype)
 
 
 def _forget_pages(path: str) -> None:

@@ -22,7 +22,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from streammerge import UnsupportedError, UsageError
 from streammerge.changes import Change
 from streammerge.checkpoint import Extents, PlainLayout, Tensor
-from streammerge.config import Edit
+from streammerge.config import Edit, model_type_of
 from streammerge.data import regenerate_tie_defaults
 from streammerge.dtypes import FROM_TORCH
 from streammerge.ties import (
@@ -113,6 +113,11 @@ def test_stored_defaults_have_the_form_that_the_script_writes() -> None:
 ABSENT, FLAT = "absent", "flat"  # no flag; no text_config at all
 
 
+def read_whole(config: Config) -> TieFlag:
+    """The flag of a whole model."""
+    return read_flag(config, model_type_of(config))
+
+
 @pytest.mark.parametrize(
     # As read by transformers 4.57.6; by 5.0.0 and 5.24.0.
     ("model_type", "top", "text", "tied4", "tied5"),
@@ -170,7 +175,7 @@ def test_flag_as_both_versions_read_it(
         config[FLAG] = top
     if text != FLAT:
         config["text_config"] = {} if text == ABSENT else {FLAG: text}
-    assert read_flag(config) == TieFlag(tied4, tied5)
+    assert read_whole(config) == TieFlag(tied4, tied5)
 
 
 @pytest.mark.parametrize(
@@ -178,31 +183,31 @@ def test_flag_as_both_versions_read_it(
 )
 def test_flag_absent_from_a_text_config_is_that_of_its_type(text_type: str, tied4: bool) -> None:
     config: Config = {"model_type": "llava", "text_config": {"model_type": text_type}}
-    assert read_flag(config) == TieFlag(tied4, False)
+    assert read_whole(config) == TieFlag(tied4, False)
 
 
 @pytest.mark.parametrize("key", ["decoder", "generator", "text_config", "llm_config"])
 def test_text_model_by_any_of_its_keys(key: str) -> None:
     config: Config = {"model_type": "unheard_of", FLAG: False, key: {FLAG: True}}
-    assert read_flag(config) == TieFlag(True, False)
+    assert read_whole(config) == TieFlag(True, False)
 
 
 def test_unknown_type_with_a_text_model_of_a_known_one() -> None:
     config: Config = {"model_type": "internvl_chat", "llm_config": {"model_type": "qwen2"}}
-    assert read_flag(config) == TieFlag(False, None)
+    assert read_whole(config) == TieFlag(False, None)
 
 
 def test_config_without_a_type() -> None:
-    assert read_flag({}) == TieFlag(None, None)
+    assert read_whole({}) == TieFlag(None, None)
 
 
 @pytest.mark.parametrize("original", [True, False])
 def test_original_name_of_the_flag_wins_in_lfm2(original: bool) -> None:
     config: Config = {"model_type": "lfm2", "tie_embedding": original, FLAG: not original}
     assert transformers.Lfm2Config(**config).tie_word_embeddings is original
-    assert read_flag(config) == TieFlag(original, original)
+    assert read_whole(config) == TieFlag(original, original)
     # It means nothing elsewhere.
-    assert read_flag({**config, "model_type": "qwen2"}) == TieFlag(not original, not original)
+    assert read_whole({**config, "model_type": "qwen2"}) == TieFlag(not original, not original)
 
 
 # Types whose language model has a pair and whose class does as the flag says.
@@ -233,7 +238,7 @@ def test_installed_transformers_reads_the_flag_alike(model_type: str) -> None:
     for said in ({}, {FLAG: True}, {FLAG: False}):
         config = {"model_type": model_type, **said}
         read = CONFIG_MAPPING[model_type].from_dict(config).tie_word_embeddings
-        assert read_flag(config) == TieFlag(read, read)
+        assert read_whole(config) == TieFlag(read, read)
 
 
 @by_transformers_5
