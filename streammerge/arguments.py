@@ -224,8 +224,8 @@ def _add_values(parser: argparse.ArgumentParser, *, dtype: str | None) -> None:
         "--dtype",
         choices=DTYPES,
         default=dtype,
-        help="convert floating-point tensors; auto is what the config says, of ZeRO what each "
-        f"parameter had in the module (default: {dtype or 'what MERGED has'})",
+        help="convert floating-point tensors; auto takes the dtype of the config or, with ZeRO, "
+        f"that of each parameter in the module (default: {dtype or 'what MERGED has'})",
     )
     values.add_argument(
         "--keep-dtype",
@@ -238,12 +238,12 @@ def _add_values(parser: argparse.ArgumentParser, *, dtype: str | None) -> None:
         "--assets",
         metavar="DIR",
         help="folder with config, tokenizer and the like, such as the base model's (default: the "
-        "folder huggingface beside the weights, or theirs; of DCP and ZeRO also in the one above)",
+        "folder huggingface beside the weights, or their own; with DCP and ZeRO also those above)",
     )
     values.add_argument(
         "--raw",
         action="store_true",
-        help="exactly what the checkpoint holds: names, ties, dtypes, config",
+        help="leave everything as the checkpoint holds it: names, ties, dtypes, config",
     )
 
 
@@ -289,7 +289,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         "--compat",
         type=int,
         choices=COMPATS,
-        help="add to the config what this major version of transformers needs of a newer one's",
+        help="add to the config what this older major version of transformers reads",
     )
 
 
@@ -310,7 +310,7 @@ def _add_lora(parser: argparse.ArgumentParser) -> None:
     lora.add_argument(
         "--base",
         metavar="DIR",
-        help="model to fold an adapter into whose checkpoint holds no base weights",
+        help="model to fold the adapter into, if the checkpoint holds no base weights",
     )
 
 

@@ -201,7 +201,7 @@ def find_side_files(
     Args:
         directory: the folder with config and tokenizer; None if there is none.
         roots: folders in which the settings of an adapter may be, besides that one.
-        weights: files that are read, so that they are not left out. Their index is not either.
+        weights: files that are read: neither they nor their index count as left out.
         mixed: whether the folder holds files of the training too.
 
     Raises:

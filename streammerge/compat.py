@@ -120,7 +120,7 @@ def tokenizer_compat_edits(
 def compat_warnings(
     config: JsonObject, tokenizer_config: JsonObject, names: Iterable[str] = ()
 ) -> list[str]:
-    """What readers of transformers 4.x would get wrong, one line each. Nothing to warn of: none.
+    """What readers of transformers 4.x would get wrong, one line each.
 
     Args:
         config: ``config.json`` as it is written, after all edits.

@@ -1,8 +1,8 @@
 """Edits of ``config.json`` and other JSON side files, as small as they can be. Pure.
 
 An edit is data (`Edit`); `apply_edits` turns edits into new bytes, `config_changes` into records
-for people. What the edits of ``config.json`` are is decided here, but for ties (`ties`) and for
-readers of transformers 4.x (`compat`).
+for people. Which edits ``config.json`` needs is decided here, except for ties (`ties`) and readers
+of transformers 4.x (`compat`).
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 The rules are in the formats themselves: ``DTensor``, ``DTensorSpec`` and ``DeviceMesh`` of torch
 2.4 to 2.14, ``ShardedTensor`` of FSDP1.
 
-Thousands of tensors differ in little but their names. What else there is to say of one is its
-form; a file lists each form once. Columns and forms hold nothing but numbers, strings and tuples,
+Thousands of tensors differ in little but their names. Everything else about one is its form; a
+file lists each form once. Columns and forms hold nothing but numbers, strings and tuples,
 so that they can be sent by another process (`rank_readers`).
 """
 
@@ -128,7 +128,7 @@ class RankFile:
         file: path, identity and members.
         pickle_nbytes: bytes of its pickle.
         names: the keys of its tensors.
-        forms: what there is to say of them, without repetitions.
+        forms: what there is to say about them, without repetitions.
         meshes: the device meshes that forms refer to.
         kinds, members, starts: for each key, the index of its form, and of its local tensor the
             index of the member and the byte offset there (0 for a ShardedTensor, see `shards`).

@@ -71,7 +71,7 @@ def encode_header(tensors: Mapping[str, tuple[str, Sequence[int]]]) -> bytes:
 def split_into_shards(sizes: Mapping[str, int], max_shard_size: int) -> list[list[str]]:
     """Distribute tensors over files by the greedy rule of huggingface_hub.
 
-    Tensors are taken in the given order. A file is closed when the next tensor would lift it over
+    Tensors are taken in the given order. A file is closed when the next tensor would take it over
     the limit; a tensor above the limit gets a file of its own, at once, and closes nothing. Sizes
     of 6, 6, 2, 6, 2 and 2 GB under a limit of 10 GB give [6], [6, 2], [6, 2, 2]. Tensors without
     bytes go where the first of them is: to huggingface_hub they share a storage.

@@ -116,7 +116,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """What two merges have in common that write the same bytes. Holds no absolute path.
+    """What merges that write the same bytes have in common. Holds no absolute path.
 
     Attributes:
         version: of streammerge.

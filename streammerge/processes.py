@@ -184,7 +184,7 @@ class Processes:
         Several threads may call it.
 
         Args:
-            state: values for JSON, which stay as they are.
+            state: values for JSON, which must not change afterwards.
         """
         with self._telling:
             number, before = self._states[self.rank]
@@ -193,7 +193,7 @@ class Processes:
                 self._link.state = self._states[self.rank]
 
     def told(self) -> list[Mapping[str, Any]]:
-        """What each process has told, as far as the first one knows, which calls this."""
+        """What each process has told so far; only the first one knows, and calls this."""
         if self._link is not None:
             for rank, state in list(self._link.heard.items()):
                 self._hear(rank, state)
@@ -220,7 +220,7 @@ class Processes:
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Where the block does not call `check`, it is interrupted when it should."""
+        """Interrupt the block, which does not call `check`, when that would raise."""
         if self._link is None:
             yield
             return
@@ -236,7 +236,7 @@ class Processes:
 
     @contextmanager
     def ending_first(self) -> Iterator[None]:
-        """Where the block fails, all other processes have ended before that goes on."""
+        """If the block fails, let all other processes end before its error goes on."""
         try:
             yield
         except BaseException as error:

@@ -1,8 +1,8 @@
 """Single tensors that torch.save appended to a file, one after the other: chunks of a ``.distcp``.
 
 There can be a hundred thousand of them in a checkpoint, and all that differs between most are
-checksums. So an archive is read in full once for each form; whether another has that form is told
-by comparing its bytes.
+checksums. So an archive is read in full once for each form; whether another has the same form is
+found by comparing bytes.
 """
 
 from __future__ import annotations

@@ -436,7 +436,11 @@ REFUSED: dict[str, tuple[Shapes, Settings | None, str]] = {
         KNOWN,
         "'q.base_layer.weight' and 'q.base_layer.base_layer.weight' are both q.weight",
     ),
-    "weight beside base_layer": (LAYER | {"q.weight": (6, 5)}, KNOWN, "'q.weight' hangs at"),
+    "weight beside base_layer": (
+        LAYER | {"q.weight": (6, 5)},
+        KNOWN,
+        "'q.weight' is part of a layer",
+    ),
     "no B": (
         changed(LAYER, q__lora_B__default__weight=None),
         KNOWN,
@@ -563,7 +567,7 @@ REFUSED: dict[str, tuple[Shapes, Settings | None, str]] = {
     "unknown tensor at a layer": (
         LAYER | {"q.sora_gate.default": (3,)},
         KNOWN,
-        "'q.sora_gate.default' hangs at a layer with an adapter",
+        "'q.sora_gate.default' is part of a layer with an adapter",
     ),
     "adapter in modules_to_save": (
         LAYER | {"h.modules_to_save.default.d.lora_A.default.weight": (3, 5)},

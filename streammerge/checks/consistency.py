@@ -3,7 +3,7 @@
 How many tensors a model must have cannot be told without building it (`model` does). What
 can be told: layers and experts are numbered without holes up to the number in the config, layers
 of a kind have the same tensors, no name has the part of a wrapper, the embedding has a row per
-token. Configs and architectures are many, so where one is not understood nothing is said.
+token. There are many configs and architectures: about one that is not understood, nothing is said.
 """
 
 from __future__ import annotations

@@ -161,7 +161,7 @@ def _brief(problem: Exception) -> str:
 
 @contextmanager
 def _quiet(transformers: Any) -> Iterator[None]:
-    """Keep transformers from writing to stderr, as it does on all that is reported here."""
+    """Keep transformers from writing to stderr about what is reported here."""
     log = transformers.utils.logging
     verbosity, progress = log.get_verbosity(), log.is_progress_bar_enabled()
     log.set_verbosity(logging.CRITICAL)

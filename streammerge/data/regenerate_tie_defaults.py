@@ -36,12 +36,12 @@ def installed_entry() -> tuple[str, Entry]:
     transformers = importlib.import_module("transformers")
     mapping = importlib.import_module("transformers.models.auto.configuration_auto").CONFIG_MAPPING
 
-    transformers.logging.set_verbosity_error()  # defaults of several types draw remarks
+    transformers.logging.set_verbosity_error()  # it warns about the defaults of several types
     entry: Entry = {"true": [], "false": [], "none": [], "nested": {}}
     for model_type in sorted(mapping.keys()):
         try:
             config = mapping[model_type]()
-        except Exception:  # of its own kind; huggingface_hub's validation has some, too
+        except Exception:  # of any kind, also those of huggingface_hub's validation
             continue
         default = getattr(config, _SETTING, None)
         entry[{True: "true", False: "false", None: "none"}[default]].append(model_type)
@@ -55,7 +55,7 @@ def _nested(config: Any) -> dict[str, bool]:
     """The defaults of the sub-configurations that have the setting."""
     found = {}
     for name in type(config).sub_configs:
-        # Not by getattr: some configurations forbid to read what layers may override.
+        # Not by getattr: some configurations do not let it read what layers may override.
         value = getattr(vars(config).get(name), _SETTING, None)
         if value is not None:
             found[name] = value

@@ -57,7 +57,7 @@ def reader(major: int, model_type: str | None) -> int:
     """The major version whose defaults hold for a model and all its sub-configs.
 
     A model that transformers 4 does not have is read by transformers 5 alone, and the other way
-    round; the one then stands for both.
+    round; that version then stands for both.
 
     Args:
         major: 4 or 5.

@@ -80,7 +80,7 @@ class ModelStates:
     Attributes:
         file: path, identity and members.
         module: the tensors of the module's state dict; ZeRO-3 leaves empty placeholders.
-        skipped: what else is in that, and what lies beside it, with what it is.
+        skipped: what else it holds, and what lies beside it: key and what it is.
         groups: the parameters that the optimizer owns, group by group, in the order in which they
             lie there; None if it is no ZeRO optimizer's.
         buffers: names of buffers.

@@ -262,7 +262,7 @@ def parents(name: str) -> Iterator[str]:
 
 
 def _refuse_other_methods(parsed: Mapping[str, PeftName]) -> None:
-    """Refuse what is not LoRA: by its name, or since it hangs at a wrapped layer."""
+    """Refuse what is not LoRA: by its name, or because it is part of a wrapped layer."""
     owners = {name.owner for name in parsed.values() if name.role == "base"}
     lora = any(name.is_lora or name.role == "trained" for name in parsed.values())
     strange: list[tuple[str, str | None]] = []
@@ -275,7 +275,7 @@ def _refuse_other_methods(parsed: Mapping[str, PeftName]) -> None:
             strange.append((key, method))
     if strange:
         key, method = next((found for found in strange if found[1]), strange[0])
-        kind = f"is of {method}" if method else "hangs at a layer with an adapter"
+        kind = f"is of {method}" if method else "is part of a layer with an adapter"
         raise UnsupportedError(f"key '{key}' {kind}; of PEFT's methods only LoRA is supported")
     if not lora:
         raise UnsupportedError(

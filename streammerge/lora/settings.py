@@ -141,8 +141,8 @@ def read_settings(
 
     Args:
         meta: ``lora_train_meta.json``.
-        adapter_config: ``adapter_config.json``. It tells more, so it counts where the two differ
-            only in how much they can say.
+        adapter_config: ``adapter_config.json``. It can say more, so it counts where the two
+            differ only in that.
         alpha: what the user says; counts before both.
         rslora: whether the user says that it is rsLoRA.
 
@@ -215,8 +215,8 @@ def make_config(
         layers: every module and parameter of it.
         base_name_or_path: of the base model, if known.
         task_type: PEFT's kind of model, if known.
-        target_modules: modules with adapters; a list even if empty, since PEFT and SGLang take
-            other things for its absence.
+        target_modules: modules with adapters; written even if empty, since its absence means
+            something else to PEFT and SGLang.
         target_parameters: parameters with adapters (peft 0.17 and later).
         modules_to_save: modules trained in full.
         flags: names of settings that are true, of those that are false by default.
