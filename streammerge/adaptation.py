@@ -16,7 +16,7 @@ from streammerge.formats import safetensors_files
 from streammerge.probe import same_bits
 from streammerge.sources import Sources
 
-Path = str | os.PathLike[str]
+StrPath = str | os.PathLike[str]
 
 
 class Adaptation(TypedDict, total=False):
@@ -34,9 +34,9 @@ class Adaptation(TypedDict, total=False):
     """
 
     raw: bool
-    assets: Path | None
-    base: Path | None
-    names_from: Path | None
+    assets: StrPath | None
+    base: StrPath | None
+    names_from: StrPath | None
     lora_mode: str | None
     lora_alpha: float | None
     rslora: bool
@@ -53,9 +53,9 @@ def adapt_checkpoint(
     buffer_size: int,
     *,
     raw: bool = False,
-    assets: Path | None = None,
-    base: Path | None = None,
-    names_from: Path | None = None,
+    assets: StrPath | None = None,
+    base: StrPath | None = None,
+    names_from: StrPath | None = None,
     lora_mode: str | None = None,
     lora_alpha: float | None = None,
     rslora: bool = False,
@@ -129,5 +129,5 @@ def adapt_checkpoint(
     return model, whole
 
 
-def _describe_model(directory: Path | None) -> Checkpoint | None:
+def _describe_model(directory: StrPath | None) -> Checkpoint | None:
     return None if directory is None else safetensors_files.describe([os.fspath(directory)])

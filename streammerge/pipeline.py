@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from streammerge.adapt import Model, adapt_nothing
-from streammerge.adaptation import Adaptation, Path, adapt_checkpoint
+from streammerge.adaptation import Adaptation, StrPath, adapt_checkpoint
 from streammerge.arithmetic import FOLD_DEVICES, check_device
 from streammerge.assets import SideFiles
 from streammerge.checkpoint import Checkpoint
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 def merge(
     sources: SourcePaths,
-    target: Path,
+    target: StrPath,
     *,
     format: str = AUTO,
     options: Mapping[str, str] | None = None,
@@ -133,7 +133,7 @@ def plan(
 
 def write(
     plan: Plan,
-    target: Path,
+    target: StrPath,
     *,
     overwrite: bool = False,
     restart: bool = False,
@@ -155,7 +155,7 @@ def write(
 
 def verify(
     reference: SourcePaths,
-    merged: Path,
+    merged: StrPath,
     *,
     format: str = AUTO,
     options: Mapping[str, str] | None = None,

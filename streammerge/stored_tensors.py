@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from streammerge.errors import CorruptFileError, UnsupportedError
-from streammerge.torchfile import Entry, Span, read_zip
+from streammerge.torchfile import HAS_DESCRIPTOR, Entry, Span, read_zip
 from streammerge.unpickler import StridedTensor, brief
 
 _MAX_FORMS = 1024  # about 3 KB each
@@ -23,7 +23,6 @@ _WITHOUT_MEANING = frozenset({b"version", b".data/serialization_id"})
 _CRC_SIZE = 4
 _CRC_IN_DIRECTORY = 16  # where in the entry of a member its CRC-32 stands
 _CRC_IN_HEADER = 14  # and where in its local header
-_HAS_DESCRIPTOR = 1 << 3  # flag: the local header has zeros in its place
 
 
 class StoredTensor(NamedTuple):
@@ -142,7 +141,7 @@ def _form_of(
     if max(model.data_offset, span.size - tail_at) > _MAX_FORM_BYTES:
         return None
     head_crc = None
-    if not blob.flags & _HAS_DESCRIPTOR:
+    if not blob.flags & HAS_DESCRIPTOR:
         head_crc = blob.header_offset + _CRC_IN_HEADER
     tail_crcs = tuple(entry.at + _CRC_IN_DIRECTORY - tail_at for entry in (blob, *behind))
     head = span.read(0, model.data_offset)

@@ -35,9 +35,9 @@ _END64_LOCATOR = struct.Struct("<4sIQI")
 _END64 = struct.Struct("<4sQ2H2I4Q")
 _ZIP64_EXTRA = 1
 _IN_ZIP64_EXTRA = 0xFFFFFFFF
-_HAS_DESCRIPTOR = 1 << 3  # flag: sizes and CRC follow the data, not in the local header
+HAS_DESCRIPTOR = 1 << 3  # flag: sizes and CRC follow the data, not in the local header
 _IGNORED_FLAGS = 0b110  # how hard a compressor tried
-_PLAIN_FLAGS = _HAS_DESCRIPTOR | 1 << 11 | _IGNORED_FLAGS  # 1 << 11: the name is UTF-8
+_PLAIN_FLAGS = HAS_DESCRIPTOR | 1 << 11 | _IGNORED_FLAGS  # 1 << 11: the name is UTF-8
 _ALIGNMENT = 64  # torch pads members to this, or to what .storage_alignment says
 
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
@@ -444,7 +444,7 @@ def read_local_header(header: bytes, name: int, size: int, crc: int) -> int | No
         signature, _, flags, method, _, _, local_crc, stored, local_size, name_size, extra_size,
     ) = _LOCAL_HEADER.unpack_from(header)  # fmt: skip
     data_start = _LOCAL_HEADER.size + name_size
-    unknown = {0} if flags & _HAS_DESCRIPTOR else set()
+    unknown = {0} if flags & HAS_DESCRIPTOR else set()
     agrees = (
         signature == b"PK\x03\x04"
         and method == 0

@@ -27,6 +27,7 @@ from streammerge.errors import (
     UnsupportedError,
     about,
 )
+from streammerge.formats.dcp_parts import KeyPath
 from streammerge.pickle_machine import EndOfPickleError, Stream, damaged, run_stream
 from streammerge.unpickler import Opaque, Record, allowed, brief, is_int, is_shape, look_up
 
@@ -39,12 +40,12 @@ _CELLS_WITHOUT_BYTES = 1 << 20
 _DATA_BYTES_PER_CELL = 8
 _BLOCK = 256 << 10
 _NOWHERE = -1
+_MAX_DEPTH = 64  # of nested dicts
 
 _CHECKPOINT = "torch.distributed.checkpoint"
 _SHARDED_TENSOR = "torch.distributed._shard.sharded_tensor.metadata"
 
 Ints = tuple[int, ...]
-Path = tuple[str, ...]
 
 
 @dataclass(slots=True, eq=False)
@@ -101,7 +102,7 @@ class Metadata:
 
     tensors: dict[str, TensorInfo] = field(default_factory=dict)
     objects: dict[str, None] = field(default_factory=dict)
-    paths: dict[str, Path] = field(default_factory=dict)
+    paths: dict[str, KeyPath] = field(default_factory=dict)
     names: list[str] = field(default_factory=list)
     files: array[int] = field(default_factory=lambda: array("i"))
     offsets: array[int] = field(default_factory=lambda: array("q"))
@@ -399,7 +400,6 @@ _AS_IN_RANK_FILES = allowed(
         *(("torch", name) for name in (*FROM_TORCH, *NOT_IN_SAFETENSORS)),
     ]
 )
-_MAX_DEPTH = 64
 
 
 def _values(state: object, *names: str) -> list[object]:

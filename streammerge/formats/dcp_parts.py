@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from streammerge.checkpoint import Skipped
 from streammerge.errors import UnsupportedError, UsageError
 
-Path = tuple[str, ...]
+KeyPath = tuple[str, ...]  # the keys of nested dicts, from the outside
 
 # Keys under which training loops keep the model, and other things.
 _MODELS = frozenset({"model", "module", "state_dict", "model_state_dict"})
@@ -54,7 +54,7 @@ class Part:
 def choose_part(
     tensors: Sequence[str],
     objects: Iterable[str],
-    paths: Mapping[str, Path],
+    paths: Mapping[str, KeyPath],
     prefix: str | None = None,
 ) -> Part:
     """Choose the tensors of the model, or of the part that the user names.
@@ -73,7 +73,7 @@ def choose_part(
     every = [*tensors, *objects]
     if not all(name in paths for name in every):
         paths = _guess_paths(every, whole=prefix is not None and not prefix.strip("."))
-    parts: dict[Path, list[str]] = {}
+    parts: dict[KeyPath, list[str]] = {}
     for name in tensors:
         parts.setdefault(_part_of(paths[name]), []).append(name)
     if prefix is None:
@@ -101,7 +101,7 @@ def choose_part(
     return Part(names, (*inside, *_summary(left, set(objects), paths)))
 
 
-def _part_of(path: Path) -> Path:
+def _part_of(path: KeyPath) -> KeyPath:
     """The keys above an entry, as far as they say what it is."""
     for depth, key in enumerate(path):
         if _OTHERS.fullmatch(key):
@@ -111,7 +111,7 @@ def _part_of(path: Path) -> Path:
     return path[:-1]
 
 
-def _find_model(parts: Mapping[Path, Sequence[str]]) -> Path:
+def _find_model(parts: Mapping[KeyPath, Sequence[str]]) -> KeyPath:
     candidates = [part for part in parts if not (part and _OTHERS.fullmatch(part[-1]))]
     models = [part for part in candidates if part and part[-1] in _MODELS]
     if len(models) == 1:
@@ -130,13 +130,13 @@ def _find_model(parts: Mapping[Path, Sequence[str]]) -> Path:
     )
 
 
-def _guess_paths(names: Sequence[str], *, whole: bool = False) -> dict[str, Path]:
+def _guess_paths(names: Sequence[str], *, whole: bool = False) -> dict[str, KeyPath]:
     """The keys that names may have been made of, where nothing says so.
 
     A model's own names have dots too, so a leading ``model.`` is a key of its own only if what
     follows looks like the names of a whole model, and not if names are to be left `whole`.
     """
-    others: dict[str, Path] = {}
+    others: dict[str, KeyPath] = {}
     for name in names:
         keys = name.split(".")
         depth = next((d for d, key in enumerate(keys[:2]) if _OTHERS.fullmatch(key)), None)
@@ -144,7 +144,7 @@ def _guess_paths(names: Sequence[str], *, whole: bool = False) -> dict[str, Path
             inner = [".".join(keys[depth + 1 :])] if keys[depth + 1 :] else []
             others[name] = (*keys[: depth + 1], *inner)
     rest = [name for name in names if name not in others]
-    prefix: Path = ()
+    prefix: KeyPath = ()
     while rest and not whole:
         start = len(".".join(prefix)) + 1 if prefix else 0
         first = {name[start:].partition(".")[0] for name in rest}
@@ -161,7 +161,9 @@ def _guess_paths(names: Sequence[str], *, whole: bool = False) -> dict[str, Path
     return {name: others.get(name) or (*prefix, name[start:]) for name in names}
 
 
-def _summary(names: Sequence[str], objects: set[str], paths: Mapping[str, Path]) -> list[Skipped]:
+def _summary(
+    names: Sequence[str], objects: set[str], paths: Mapping[str, KeyPath]
+) -> list[Skipped]:
     """What is left out, one entry for each part."""
     counts: dict[str, list[int]] = {}
     for name in names:
@@ -176,13 +178,13 @@ def _summary(names: Sequence[str], objects: set[str], paths: Mapping[str, Path])
     return found
 
 
-def _list(parts: Mapping[Path, Sequence[str]]) -> str:
+def _list(parts: Mapping[KeyPath, Sequence[str]]) -> str:
     texts = [f"{_spell(part)} ({_count(len(names), 'tensor')})" for part, names in parts.items()]
     more = f" and {len(texts) - _MAX_LISTED} more" if len(texts) > _MAX_LISTED else ""
     return ", ".join(texts[:_MAX_LISTED]) + more
 
 
-def _spell(part: Path) -> str:
+def _spell(part: KeyPath) -> str:
     return f"'{'.'.join(part)}'" if part else _TOP
 
 
