@@ -26,6 +26,7 @@ from streammerge.errors import (
     PlacementError,
     SourceError,
     UnsupportedError,
+    about,
 )
 from streammerge.names import FLAT_PARAMETERS, flat_parameter_error
 from streammerge.placement import row_major_strides
@@ -168,12 +169,10 @@ def read_rank_file(path: str, rank: int, world_size: int, *, named: bool = True)
     source = read_torch_file(path)
     found = RankFile(source.file, source.pickle_nbytes)
     reader = _Reader(source, rank, world_size, named, found)
-    try:
+    with about(path):
         state_dict, beside = unwrap(source.root)
         for name, value in state_dict.items():
             reader.add(name, value)
-    except SourceError as error:
-        raise type(error)(f"{path}: {error}", hint=error.hint) from error
     for key, value in beside.items():
         name = key if isinstance(key, str) else brief(key)
         found.beside.append((name, f"{kind_of(value)} beside the model"))

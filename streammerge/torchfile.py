@@ -12,13 +12,14 @@ import stat
 import struct
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
 from streammerge.checkpoint import File, Members
 from streammerge.dtypes import FROM_TORCH, ITEMSIZE
-from streammerge.errors import CorruptFileError, SourceError, StreamMergeError, UnsupportedError
+from streammerge.errors import CorruptFileError, SourceError, UnsupportedError, about
 from streammerge.pickle_machine import MAX_BYTES, EndOfPickleError
 from streammerge.unpickler import Storage, Unpickled, brief, unpickle
 
@@ -80,35 +81,39 @@ def read_torch_file(path: str, *, foreign: bool = False) -> TorchFile:
         UnsafePickleError: a pickle outside the allow-list.
         UnsupportedError: compressed, big-endian, or with larger metadata than any checkpoint has.
     """
+    members, stem = Members(), ""
     try:
-        # A pipe of that name would otherwise be waited for.
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except OSError as error:
-        raise SourceError(f"{path}: {error.strerror}") from error
-    try:
-        status = os.fstat(fd)
-        if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
-            raise CorruptFileError("not a regular file")
-        if status.st_size == 0:
-            raise CorruptFileError("the file is empty (0 bytes)")
-        members, stem = Members(), ""
-        if os.pread(fd, 4, 0) == b"PK\x03\x04":
-            archive, unpickled = read_zip(Span(fd, 0, status.st_size), foreign=foreign)
-            keys = _add_blobs(archive, unpickled, members)
-            root, pickle_nbytes = unpickled.value, unpickled.end
-            stem = archive.prefix.decode(errors="replace").removesuffix("/")
-        else:
-            root, keys, pickle_nbytes = _read_legacy(fd, status.st_size, members, foreign)
-    except EndOfPickleError as error:
-        raise CorruptFileError(f"{path}: {error}") from error
-    except StreamMergeError as error:
-        raise type(error)(f"{path}: {error}", hint=error.hint) from error
-    except OSError as error:
-        raise SourceError(f"{path}: {error.strerror}") from error
-    finally:
-        os.close(fd)
+        with about(path), opened(path) as fd:
+            status = os.fstat(fd)
+            if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
+                raise CorruptFileError("not a regular file")
+            if status.st_size == 0:
+                raise CorruptFileError("the file is empty (0 bytes)")
+            if os.pread(fd, 4, 0) == b"PK\x03\x04":
+                archive, unpickled = read_zip(Span(fd, 0, status.st_size), foreign=foreign)
+                keys = _add_blobs(archive, unpickled, members)
+                root, pickle_nbytes = unpickled.value, unpickled.end
+                stem = archive.prefix.decode(errors="replace").removesuffix("/")
+            else:
+                root, keys, pickle_nbytes = _read_legacy(fd, status.st_size, members, foreign)
+    except EndOfPickleError as error:  # there is no more of it
+        raise CorruptFileError(str(error)) from error
     file = File(path, status.st_size, status.st_mtime_ns, status.st_ino, members)
     return TorchFile(file, root, keys, pickle_nbytes, stem)
+
+
+@contextmanager
+def opened(path: str) -> Iterator[int]:
+    """A descriptor of a file that is read. A pipe of that name is not waited for.
+
+    Raises:
+        OSError: it cannot be opened.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
 
 
 def storage_nbytes(storage: Storage) -> int:

@@ -429,7 +429,7 @@ def _numbers(numbers: Iterable[int]) -> str:
 def _missing(numbers: Collection[int], count: int) -> str:
     """The numbers below `count` that are not there, for people; empty if all are.
 
-    Names and configs can claim any number of layers, so it is the numbers that are gone through.
+    Names and configs can claim any number of layers, so nothing counts up to it.
     """
     missing = max(count, 0) - sum(number < count for number in numbers)
     absent = (str(number) for number in range(count) if number not in numbers)

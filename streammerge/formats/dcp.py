@@ -30,12 +30,12 @@ from streammerge.errors import (
     about,
 )
 from streammerge.formats.chunks import Layouts
-from streammerge.formats.dcp_metadata import Metadata, TensorInfo, opened, read_metadata
+from streammerge.formats.dcp_metadata import Metadata, TensorInfo, read_metadata
 from streammerge.formats.dcp_parts import choose_part
 from streammerge.formats.rank_paths import holds_file
 from streammerge.names import refuse_flat_parameter
 from streammerge.stored_tensors import TensorReader
-from streammerge.torchfile import Span
+from streammerge.torchfile import Span, opened
 
 NAME = "torch.distributed.checkpoint"
 WORD = "dcp"

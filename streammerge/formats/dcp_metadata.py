@@ -13,7 +13,6 @@ import os
 import stat
 from array import array
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,12 +22,12 @@ from streammerge.entries import quoted
 from streammerge.errors import (
     CorruptFileError,
     InconsistentRanksError,
-    SourceError,
     UnsupportedError,
     about,
 )
 from streammerge.formats.dcp_parts import KeyPath
 from streammerge.pickle_machine import EndOfPickleError, Stream, damaged, run_stream
+from streammerge.torchfile import opened
 from streammerge.unpickler import Opaque, Record, allowed, brief, is_int, is_shape, look_up
 
 _MAX_BYTES = 1 << 30  # of the pickle; that of 2 million chunks has 300 MB
@@ -138,24 +137,6 @@ def read_metadata(path: str, data_nbytes: int) -> tuple[File, Metadata]:
         )
         metadata = _Builder().run(lambda: _blocks(fd, status.st_size), cells)
     return File(path, status.st_size, status.st_mtime_ns, status.st_ino, Members()), metadata
-
-
-@contextmanager
-def opened(path: str) -> Iterator[int]:
-    """A descriptor of a file that is read.
-
-    Raises:
-        SourceError: it cannot be opened or read.
-    """
-    try:
-        # A pipe of that name would otherwise be waited for.
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        try:
-            yield fd
-        finally:
-            os.close(fd)
-    except OSError as error:
-        raise SourceError(str(error.strerror)) from error
 
 
 def _blocks(fd: int, size: int) -> Iterator[bytes]:

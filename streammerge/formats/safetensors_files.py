@@ -43,6 +43,7 @@ from streammerge.header import (
     SINGLE_FILE,
     tensor_nbytes,
 )
+from streammerge.torchfile import opened
 from streammerge.unpickler import brief
 
 NAME = "Hugging Face safetensors"
@@ -143,13 +144,9 @@ def read_file(path: str) -> tuple[File, list[Entry]]:
 def read_file_with_metadata(path: str) -> tuple[File, list[Entry], dict[str, str]]:
     """As `read_file`, with the free-form metadata of the header."""
     with about(path):
-        # A pipe of that name would otherwise be waited for.
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        try:
+        with opened(path) as fd:
             status = os.fstat(fd)
             text = _read_header(fd, status.st_size)
-        finally:
-            os.close(fd)
         data_start = _LENGTH_BYTES + len(text)
         entries, metadata = _parse_header(text)
         needed = data_start + (entries[-1].end if entries else 0)
