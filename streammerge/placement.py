@@ -132,16 +132,16 @@ def mesh_positions(mesh_shape: Sequence[int], ranks: Sequence[int]) -> list[tupl
     Returns:
         For each rank, in the given order, one position per mesh dim.
     """
-    strides = row_major_strides(mesh_shape)
-    positions = []
-    for index, rank in enumerate(ranks):
-        position = []
-        for size, stride in zip(mesh_shape, strides, strict=True):
-            base = index - (index // stride % size) * stride
-            line = ranks[base : base + size * stride : stride]
-            position.append(sum(other < rank for other in line))
-        positions.append(tuple(position))
-    return positions
+    positions = [[0] * len(mesh_shape) for _ in ranks]
+    for dim, (size, stride) in enumerate(
+        zip(mesh_shape, row_major_strides(mesh_shape), strict=True)
+    ):
+        for first in range(len(ranks)):
+            if first // stride % size == 0:
+                line = range(first, first + size * stride, stride)
+                for place, index in enumerate(sorted(line, key=ranks.__getitem__)):
+                    positions[index][dim] = place
+    return list(map(tuple, positions))
 
 
 def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
