@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from streammerge.arithmetic import check_device
@@ -186,14 +187,17 @@ def compare_replicas(
         if on_progress is not None:
             on_progress(nbytes)
 
+    @lru_cache(maxsize=16)  # a tensor has as many jobs as chunks, each of which it looks at
+    def most_numel(tensor: Tensor) -> int:
+        return band_numel(Stored(tensor), buffer_size // 2)
+
     def make_worker(team: Team) -> Callable[[_Job], None]:
         first, other = BandBuffer(0), BandBuffer(0)
 
         def work(job: _Job) -> None:
             nonlocal first, other
-            value = Stored(job.tensor)
-            numel = min(job.part.numel, band_numel(value, buffer_size // 2))
-            needed = buffer_nbytes(value, numel)
+            numel = min(job.part.numel, most_numel(job.tensor))
+            needed = buffer_nbytes(Stored(job.tensor), numel)
             if len(first) < needed:
                 first, other = BandBuffer(needed), BandBuffer(needed)
             found = _compare(job, numel, sources, first, other, equal, team)
