@@ -41,8 +41,8 @@ _LAYER_LISTS = ("layers", "h", "blocks", "block", "layer")
 _LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 # Layers behind the last one that predict further tokens: DeepSeek-V3, GLM-4.5 and others.
 _EXTRA_LAYERS = re.compile(r"nextn|mtp")
-_NUMBER = re.compile(r"\d{1,9}")  # of a layer; longer ones are other parts of names
-_EXPERT = re.compile(r"(.*\bexperts)\.(\d{1,9})\.(.+)")
+_MAX_DIGITS = 9  # of the number of a layer or expert; what is longer is another part of a name
+_EXPERT = re.compile(rf"(.*\bexperts)\.(\d{{1,{_MAX_DIGITS}}})\.(.+)")
 _EXPERT_NUMBER = re.compile(r"(\bexperts)\.\d+\.")
 _PACKED_EXPERTS = (".experts.gate_up_proj", ".experts.down_proj")
 # Where the config of the language model is, in that of a larger model.
@@ -181,7 +181,7 @@ def _stacks(names: Iterable[str]) -> dict[str, _Stack]:
     stacks: dict[str, _Stack] = defaultdict(lambda: defaultdict(set))
     for name in names:
         parts = name.split(".")
-        at = next((i for i, part in enumerate(parts) if _NUMBER.fullmatch(part)), 0)
+        at = next((i for i, p in enumerate(parts) if p.isdecimal() and len(p) <= _MAX_DIGITS), 0)
         if at and parts[at - 1] in _LAYER_LISTS:
             # Whether all experts are there is asked elsewhere.
             rest = _EXPERT_NUMBER.sub(r"\1.*.", ".".join(parts[at + 1 :]))
