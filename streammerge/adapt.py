@@ -227,7 +227,7 @@ def draft(
         adapter_config = settled.config
     if heads:
         apart[VALUE_HEAD_FILE] = heads
-    reason = "the value head is no part of the model that loaders build"
+    reason = "the value head is not part of the model that loaders build"
     later = (
         *settled.changes,
         *(Change("apart", name, VALUE_HEAD_FILE, reason) for name in heads),

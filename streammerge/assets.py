@@ -218,7 +218,7 @@ def find_side_files(
     for name in (CONFIG, TOKENIZER_CONFIG):
         path = os.path.join(directory, name)
         if os.path.exists(path) and not os.path.isfile(path):
-            raise CorruptFileError(f"{path}: is no file")
+            raise CorruptFileError(f"{path}: is not a file")
     assets, names = find_assets(directory, mixed=mixed)
     unread = [name for name in names if os.path.join(directory, name) not in weights]
     replaced = _INDEXES if len(unread) < len(names) else ()

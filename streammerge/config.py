@@ -90,7 +90,7 @@ def parse_json(data: bytes, path: str) -> JsonObject:
         value: JsonValue = json.loads(data.decode())
     except (ValueError, RecursionError) as error:
         reason = "nested too deeply" if isinstance(error, RecursionError) else error
-        raise CorruptFileError(f"{path} is no JSON file: {reason}") from error
+        raise CorruptFileError(f"{path} is not a JSON file: {reason}") from error
     if not isinstance(value, dict):
         raise CorruptFileError(f"{path} holds a JSON {_kind(value)}, expected an object")
     if _is_deeper(value, MAX_DEPTH):
@@ -408,7 +408,7 @@ def architecture_edits(config: JsonObject) -> list[Edit]:
     if isinstance(architectures, list):
         names = [n.removeprefix("FSDP") if isinstance(n, str) else n for n in architectures]
         if names != architectures:
-            edits.append(Edit(("architectures",), names, "FSDP is no part of the class name"))
+            edits.append(Edit(("architectures",), names, "FSDP is not part of the class name"))
     edits += [
         Edit((*path, "_name_or_path"), REMOVED, "a path of the training machine")
         for path, part in model_configs(config)

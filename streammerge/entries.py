@@ -244,7 +244,7 @@ class _Reader:
     def add(self, name: object, value: object) -> None:
         """Add the value of a key."""
         if not isinstance(name, str):
-            raise UnsupportedError(f"key {brief(name)} is no name")
+            raise UnsupportedError(f"key {brief(name)} is not a name")
         if name.rpartition(".")[2] in FLAT_PARAMETERS:
             raise flat_parameter_error(quoted(name))
         try:
@@ -281,7 +281,7 @@ class _Reader:
     def _add_mesh_form(self, name: str, value: stand_ins.DTensor) -> None:
         local, spec = value._local_tensor, value._spec
         if not isinstance(local, stand_ins.StridedTensor):
-            raise UnsupportedError("a DTensor whose local tensor is no plain tensor")
+            raise UnsupportedError("a DTensor whose local tensor is not a plain tensor")
         if not isinstance(spec, stand_ins.DTensorSpec):
             raise CorruptFileError("a DTensor without a spec")
         meta = spec.tensor_meta
@@ -413,7 +413,7 @@ class _Reader:
                 raise CorruptFileError("a ShardedTensor whose local shards are damaged")
             tensor = shard.tensor
             if not isinstance(tensor, stand_ins.StridedTensor):
-                raise UnsupportedError("a ShardedTensor whose local shard is no plain tensor")
+                raise UnsupportedError("a ShardedTensor whose local shard is not a plain tensor")
             dtype, view = self._view(tensor)
             dtypes.add(dtype)
             offsets, sizes, _ = _read_shard_metadata(shard.metadata)

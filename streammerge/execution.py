@@ -291,8 +291,8 @@ def check_plan_target(plan: Plan, target: str, overwrite: bool) -> None:
     )
     if overwrite and (training := find_training(target)) is not None:
         raise TargetPathError(
-            f"{target}: holds a checkpoint of a training ({training}), so it is no earlier result "
-            "and is not replaced",
+            f"{target}: holds a checkpoint of a training ({training}), so it is not an earlier "
+            "result and is not replaced",
             hint="give a new directory, or remove this one yourself",
         )
 

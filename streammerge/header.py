@@ -57,7 +57,7 @@ def encode_header(tensors: Mapping[str, tuple[str, Sequence[int]]]) -> bytes:
         text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
     except UnicodeEncodeError as error:
         bad = error.object[error.start : error.end]
-        raise UnsupportedError(f"a tensor name holds {bad!r}, which is no Unicode text") from error
+        raise UnsupportedError(f"a tensor name holds {bad!r}, which is not Unicode text") from error
     text += b" " * (-len(text) % 8)
     if len(text) > MAX_HEADER_BYTES:
         raise UnsupportedError(

@@ -422,7 +422,7 @@ def _find_gets(blocks: Callable[[], Iterable[bytes]], start: int = 0) -> bytearr
 
 def _call(function: Any, arguments: Any) -> object:
     if type(function) is not type or type(arguments) is not tuple:
-        raise damaged("it calls what is no function")
+        raise damaged("it calls what is not a function")
     if len(arguments) > MAX_ARGUMENTS:
         raise damaged(f"it calls with {len(arguments):,} arguments")
     return function(*arguments)
@@ -497,5 +497,5 @@ def _read_line(data: bytes, start: int) -> tuple[str, int]:
 
 def _find(find_global: Callable[[str, str], object], module: object, name: object) -> object:
     if type(module) is not str or type(name) is not str:
-        raise damaged("a global whose name is no text")
+        raise damaged("a global whose name is not text")
     return find_global(module, name)

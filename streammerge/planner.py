@@ -232,7 +232,9 @@ def parse_size(value: int | str, what: str) -> int:
         return value
     match = _SIZE.fullmatch(value.strip())
     if match is None:
-        raise UsageError(f"{what}: {value!r} is no size", hint="write it like 5GB, 512MiB or 65536")
+        raise UsageError(
+            f"{what}: {value!r} is not a size", hint="write it like 5GB, 512MiB or 65536"
+        )
     number, unit, binary = match.groups()
     power = " KMGT".index(unit.upper()) if unit else 0
     return int(Fraction(number) * (1024 if binary else 1000) ** power)

@@ -117,7 +117,7 @@ def _check_contents(target: str, overwrite: bool, names: Sequence[str]) -> None:
         )
     if not any(name.endswith(".safetensors") for name in found):
         raise TargetPathError(
-            f"{target}: holds no *.safetensors, so it is no earlier result and is not replaced",
+            f"{target}: holds no *.safetensors, so it is not an earlier result and is not replaced",
             hint="give a new directory, or remove this one yourself",
         )
     for name in names:

@@ -316,7 +316,7 @@ class _Size:
 
     def __new__(cls, sizes: object = ()) -> Any:
         if not isinstance(sizes, tuple):
-            raise damaged("torch.Size of something that is no tuple")
+            raise damaged("torch.Size of something that is not a tuple")
         return sizes
 
 
@@ -336,7 +336,7 @@ class _Encode:
 
     def __new__(cls, text: object, encoding: object = "latin1") -> Any:
         if not isinstance(text, str) or encoding != "latin1":
-            raise damaged("_codecs.encode of something that is no latin1 text")
+            raise damaged("_codecs.encode of something that is not latin1 text")
         return text.encode("latin1")
 
 
@@ -347,7 +347,7 @@ class _FromType:
 
     def __new__(cls, function: Any, kind: Any, args: object, state: object) -> Any:
         if not isinstance(args, tuple) or len(args) > MAX_ARGUMENTS:
-            raise damaged("a tensor whose arguments are no tuple")
+            raise damaged("a tensor whose arguments are not a tuple")
         if kind in (DTensor, ShardedTensor):
             record: Record = kind(*args)
             record.set_state(state)

@@ -169,7 +169,7 @@ def _names(directory: str) -> list[str]:
     except OSError as error:
         raise UsageError(f"{directory}: {error.strerror}") from error
     if not any(name.endswith(".safetensors") for name in names):
-        raise UsageError(f"{directory}: holds no *.safetensors, so it is no merged directory")
+        raise UsageError(f"{directory}: holds no *.safetensors, so it is not a merged directory")
     return names
 
 
@@ -186,7 +186,9 @@ def _api(repo: str) -> HfApi:
     try:
         validate_repo_id(repo)
     except HFValidationError as error:
-        raise UsageError(f"{repo!r} is no name of a repository: {_first_line(error)}") from error
+        raise UsageError(
+            f"{repo!r} is not the name of a repository: {_first_line(error)}"
+        ) from error
     return HfApi()
 
 

@@ -1110,7 +1110,7 @@ def stale_file(target: Path) -> str:
 
 def break_config(target: Path) -> str:
     (target / "config.json").write_text("{")
-    return "config.json is no JSON file"
+    return "config.json is not a JSON file"
 
 
 def no_weights(target: Path) -> str:

@@ -545,8 +545,8 @@ DOUBLED = b"N" + b"2\x86" * 60
 
 @bad(
     UnsupportedError,
-    "{rank[0]}: key ((((...), (...)), ((...), (...))), (((...), (...)), ((...), (...)))) is no "
-    "name",
+    "{rank[0]}: key ((((...), (...)), ((...), (...))), (((...), (...)), ((...), (...)))) is not "
+    "a name",
 )
 def a_key_that_takes_ages_to_hash(source: Path) -> None:
     one_pickle(source, b"}" + DOUBLED + p.tensor() + b"s")
@@ -639,7 +639,7 @@ def an_attribute_of_a_stand_in(source: Path) -> None:
     )
 
 
-@bad(CorruptFileError, "{rank[0]}: the pickle is damaged: it calls what is no function")
+@bad(CorruptFileError, "{rank[0]}: the pickle is damaged: it calls what is not a function")
 def a_call_of_a_tensor(source: Path) -> None:
     one_pickle(source, p.call(p.tensor()))
 

@@ -895,7 +895,7 @@ def test_the_target_is_no_earlier_result(
     (tmp_path / "merged" / "papers" / "thesis.tex").write_text("precious")
     refusal = refused_target(refuse, source, tmp_path / "merged", "--overwrite")
     assert refusal.error.startswith(f"{tmp_path}/merged: ")
-    assert "no earlier result" in refusal.error
+    assert "not an earlier result" in refusal.error
 
 
 @pytest.mark.parametrize("below", ["", "checkpoint-5"])
@@ -907,7 +907,7 @@ def test_the_target_holds_another_checkpoint(
     (tmp_path / "other" / "model.safetensors").write_bytes(b"")
     refusal = refused_target(refuse, source, tmp_path / "other", "--overwrite")
     assert refusal.error == (
-        f"{tmp_path}/other: holds a checkpoint of a training ({other}), so it is no earlier "
+        f"{tmp_path}/other: holds a checkpoint of a training ({other}), so it is not an earlier "
         "result and is not replaced"
     )
 

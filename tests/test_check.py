@@ -320,7 +320,9 @@ def test_pipes_are_not_waited_for(model: Path) -> None:
     for name in ("model.safetensors", "config.json"):
         (model / name).unlink()
         os.mkfifo(model / name)
-    found(model, "error config.json is no JSON file", "error model.safetensors: the file is empty")
+    found(
+        model, "error config.json is not a JSON file", "error model.safetensors: the file is empty"
+    )
     differences(model, "error ")
 
 
@@ -386,7 +388,7 @@ def add_to_map(index: Config) -> None:
             lambda d: edit_json(index(d), lambda i: i["weight_map"].update(x="../x")),
             "model.safetensors.index.json: expected names of files, found '../x'",
         ),
-        (lambda d: index(d).write_text("{"), "model.safetensors.index.json is no JSON file"),
+        (lambda d: index(d).write_text("{"), "model.safetensors.index.json is not a JSON file"),
         (lambda d: index(d).write_text("[]"), "model.safetensors.index.json holds a JSON list"),
         (
             lambda d: shutil.copy(second(d), d / "model.safetensors"),
@@ -471,7 +473,7 @@ def test_a_damaged_value_head(with_value_head: Path) -> None:
         ),
         (
             lambda c: c.update(architectures=["FSDPQwen2ForCausalLM"]),
-            "warning config.json: architectures should be changed: FSDP is no part",
+            "warning config.json: architectures should be changed: FSDP is not part",
         ),
         (lambda c: c.pop("dtype"), "warning config.json: says no dtype, bfloat16 is stored"),
         (
@@ -535,7 +537,7 @@ def test_code_of_tokenizers(model: Path) -> None:
     (model / "tokenization_x.py").touch()
     found(model)
     (model / "tokenizer_config.json").write_text("no")
-    found(model, "error tokenizer_config.json is no JSON file")
+    found(model, "error tokenizer_config.json is not a JSON file")
 
 
 # --- names and shapes -----------------------------------------------------------------------------
@@ -876,7 +878,7 @@ def test_an_adapter_beside_a_model(model: Path, adapter: Path) -> None:
         (lambda c: c.update(target_modules="(?i).*(q_proj|down_proj|embed_tokens)"), None),
         (
             lambda c: c.update(target_modules="(q_proj"),
-            "error adapter_config.json: target_modules is '(q_proj', no regular expression",
+            "error adapter_config.json: target_modules is '(q_proj', not a regular expression",
         ),
     ],
 )

@@ -95,17 +95,17 @@ def edited(config: JsonObject, edits: list[Edit]) -> JsonObject:
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (b"", "config.json is no JSON file: Expecting value"),
-        (b'{"a": 1', "config.json is no JSON file: Expecting"),
-        (b'{"a": "\xff"}', "config.json is no JSON file: 'utf-8' codec"),
-        ('\ufeff{"a": 1}'.encode(), "config.json is no JSON file: Unexpected UTF-8 BOM"),
-        (b'{"a": ' + b"1" * 5000 + b"}", "config.json is no JSON file: Exceeds the limit"),
+        (b"", "config.json is not a JSON file: Expecting value"),
+        (b'{"a": 1', "config.json is not a JSON file: Expecting"),
+        (b'{"a": "\xff"}', "config.json is not a JSON file: 'utf-8' codec"),
+        ('\ufeff{"a": 1}'.encode(), "config.json is not a JSON file: Unexpected UTF-8 BOM"),
+        (b'{"a": ' + b"1" * 5000 + b"}", "config.json is not a JSON file: Exceeds the limit"),
         (b"[1]", "config.json holds a JSON list, expected an object"),
         (b"null", "config.json holds a JSON null, expected an object"),
         (b"true", "config.json holds a JSON boolean, expected an object"),
         (b"1.5", "config.json holds a JSON number, expected an object"),
         (b'"a"', "config.json holds a JSON string, expected an object"),
-        (b'{"a":' * 100_000, "config.json is no JSON file: nested too deeply"),
+        (b'{"a":' * 100_000, "config.json is not a JSON file: nested too deeply"),
         (b'{"a":' * 100_000 + b"1" + b"}" * 100_000, "nested too deeply"),
         (b'{"a":' + b"[" * MAX_DEPTH + b"]" * MAX_DEPTH + b"}", "nested more than 100 levels"),
     ],
@@ -542,7 +542,7 @@ def test_traces_of_training_are_removed() -> None:
         "decoder": {"model_type": "bert"},
     }
     assert {edit.path: edit.reason for edit in edits} == {
-        ("architectures",): "FSDP is no part of the class name",
+        ("architectures",): "FSDP is not part of the class name",
         ("_name_or_path",): "a path of the training machine",
         ("text_config", "_name_or_path"): "a path of the training machine",
         ("decoder", "_name_or_path"): "a path of the training machine",

@@ -346,11 +346,11 @@ def test_a_tag_may_be_called_latest(tmp_path: Path) -> None:
         (None, None, CheckpointNotFoundError, "2 tags to choose from: step1, step2"),
         ("step3", None, CheckpointNotFoundError, "no checkpoint of tag 'step3' (found step1, "),
         ("step1", "step9", CheckpointNotFoundError, "no checkpoint of tag 'step9'"),
-        ("step1", "../run", CheckpointNotFoundError, "tag '../run' is no name of a folder"),
-        ("step1", "..", CheckpointNotFoundError, "tag '..' is no name of a folder"),
-        ("../run/step1", None, CorruptFileError, "latest: '../run/step1' is no tag"),
-        ("a\nb", None, CorruptFileError, "latest: 'a\\nb' is no tag"),
-        ("x" * 300, None, CorruptFileError, "is no tag"),
+        ("step1", "../run", CheckpointNotFoundError, "tag '../run' is not the name of a folder"),
+        ("step1", "..", CheckpointNotFoundError, "tag '..' is not the name of a folder"),
+        ("../run/step1", None, CorruptFileError, "latest: '../run/step1' is not a tag"),
+        ("a\nb", None, CorruptFileError, "latest: 'a\\nb' is not a tag"),
+        ("x" * 300, None, CorruptFileError, "is not a tag"),
     ],
 )
 def test_refuses_a_wrong_tag(
@@ -669,7 +669,7 @@ def partition_of_one_element(written: Written) -> None:
 @bad(
     UnsupportedError,
     "rank_1_mp",
-    "_fp32_groups[0]': is no plain tensor (int)",
+    "_fp32_groups[0]': is not a plain tensor (int)",
 )
 def partition_that_is_no_tensor(written: Written) -> None:
     optimizer(written, 1)["single_partition_of_fp32_groups"][0] = 3
@@ -831,7 +831,9 @@ def optimizer_states_that_are_a_list(written: Written) -> None:
     written.files["bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"] = [1]
 
 
-@bad(UnsupportedError, MODEL, "key 'block.weight': an object that is no plain tensor, but may be")
+@bad(
+    UnsupportedError, MODEL, "key 'block.weight': an object that is not a plain tensor, but may be"
+)
 def weight_of_another_class(written: Written) -> None:
     written.files[MODEL]["module"]["block.weight"] = zero_checkpoints.LossScaler()
 

@@ -241,7 +241,7 @@ _OTHER = "use a token that can write there, or another REPO"
 
 @pytest.mark.parametrize("repo", ["a/b/c", "a b", "", "-m", "m.git"])
 def test_no_name(repo: str) -> None:
-    with pytest.raises(UsageError, match="is no name of a repository"):
+    with pytest.raises(UsageError, match="is not the name of a repository"):
         check_upload(repo)
 
 

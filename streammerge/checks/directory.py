@@ -173,7 +173,7 @@ def _check_file_names(files: Sequence[str], expected: Sequence[str]) -> Iterator
         if name == ADAPTER_CONFIG:
             yield error(
                 f"{name}: beside the weights of a model, so that transformers looks for the base "
-                f"model of an adapter; it belongs into {ADAPTER_DIRECTORY}/"
+                f"model of an adapter; it belongs in {ADAPTER_DIRECTORY}/"
             )
         elif _PICKLED_WEIGHTS.fullmatch(name):
             yield error(f"{name}: weights beside those in safetensors files; loaders may take them")
@@ -247,7 +247,7 @@ def _check_adapter(directory: str, folder: str = "") -> Iterator[Finding]:
     targets = config.get("target_modules")
     if isinstance(targets, str) and (fault := regex_fault(targets)) is not None:
         yield error(
-            f"{config_file}: target_modules is {targets!r:.80}, no regular expression: {fault}"
+            f"{config_file}: target_modules is {targets!r:.80}, not a regular expression: {fault}"
         )
     elif settings is not None and weights:
         for finding in _check_adapter_weights(weights, settings, config):

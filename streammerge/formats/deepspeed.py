@@ -127,7 +127,7 @@ def _folders_of_tag(paths: Sequence[str], tag: str | None) -> list[str]:
     """The folder of the tag in each of the directories."""
     tag = tag or _latest(paths) or _only_tag(paths)
     if os.path.basename(tag) != tag or tag in ("", ".", ".."):
-        raise CheckpointNotFoundError(f"{paths[0]}: tag {tag!r:.80} is no name of a folder")
+        raise CheckpointNotFoundError(f"{paths[0]}: tag {tag!r:.80} is not the name of a folder")
     folders = []
     for path in paths:
         if _is_tag(path):
@@ -158,7 +158,9 @@ def _latest(paths: Sequence[str]) -> str | None:
             raise SourceError(f"{file}: {error.strerror}") from error
         name = text.decode(errors="replace").strip()
         if len(text) > _MAX_TAG or not name.isprintable() or os.path.basename(name) != name:
-            raise CorruptFileError(f"{file}: {name!r:.40} is no tag, which is a name of a folder")
+            raise CorruptFileError(
+                f"{file}: {name!r:.40} is not a tag, which is the name of a folder"
+            )
         tags.setdefault(name, file)
     if len(tags) > 1:
         raise InconsistentRanksError(

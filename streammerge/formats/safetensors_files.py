@@ -290,4 +290,4 @@ def _check_text(strings: Iterable[str]) -> None:
         "".join(strings).encode()
     except UnicodeEncodeError as error:
         bad = error.object[error.start : error.end]
-        raise CorruptFileError(f"holds {bad!r}, which is no Unicode text") from error
+        raise CorruptFileError(f"holds {bad!r}, which is not Unicode text") from error

@@ -260,12 +260,12 @@ def _read_module(value: object, source: TorchFile) -> tuple[dict[str, Local], li
     tensors, skipped = {}, []
     for name, entry in value.items():
         if not isinstance(name, str):
-            raise UnsupportedError(f"key {brief(name)} is no name")
+            raise UnsupportedError(f"key {brief(name)} is not a name")
         if isinstance(entry, stand_ins.StridedTensor):
             tensors[name] = _read_local(name, entry, source)
         elif isinstance(entry, stand_ins.Record) and not name.endswith("_extra_state"):
             raise UnsupportedError(
-                f"key {quoted(name)}: an object that is no plain tensor, but may be a weight"
+                f"key {quoted(name)}: an object that is not a plain tensor, but may be a weight"
             )
         else:
             skipped.append((name, kind_of(entry)))
@@ -281,7 +281,7 @@ def _read_tensors(key: str, value: object, source: TorchFile) -> dict[str, Local
 def _read_local(name: str, value: object, source: TorchFile) -> Local:
     with about(f"key {quoted(name)}"):
         if not isinstance(value, stand_ins.StridedTensor):
-            raise UnsupportedError(f"is no plain tensor ({kind_of(value)})")
+            raise UnsupportedError(f"is not a plain tensor ({kind_of(value)})")
         member = source.members[value.storage.key]
         dtype, view = view_of(value, member, source.file.members.sizes[member])
         return Local(dtype, value.sizes, view)

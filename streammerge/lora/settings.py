@@ -248,7 +248,7 @@ def make_config(
 
 
 def regex_fault(text: str) -> str | None:
-    """Why a text is no regular expression; None if it is one."""
+    """Why a text is not a regular expression; None if it is one."""
     try:
         re.compile(text)
     except (re.error, OverflowError, RecursionError) as error:
@@ -346,7 +346,8 @@ def _pattern(config: JsonObject, key: str) -> Iterable[tuple[str, JsonValue]]:
         fault = regex_fault(name) or regex_fault(_PATTERN.format(name))
         if fault is not None:
             raise UnsupportedError(
-                f"{CONFIG}: {key} has the key {name!r:.80}, which is no regular expression: {fault}"
+                f"{CONFIG}: {key} has the key {name!r:.80}, which is not a regular expression: "
+                f"{fault}"
             )
     return value.items()
 
