@@ -125,6 +125,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if debug:
             traceback.print_exc()
+        if isinstance(error, OSError) and error.filename is None:
+            # Errors of files are ours by now, so it is what we print: a full disk, perhaps.
+            return _fail(f"standard output: {error.strerror}", None, as_json, EXIT_FAILED)
         return _fail(
             f"unexpected {type(error).__name__}: {error}",
             "run it again with --debug and report what it shows",
@@ -375,7 +378,7 @@ def _dispatch(arguments: list[str]) -> int:
 
 
 def _print_json(value: object) -> None:
-    print(json.dumps(value, indent=2))
+    print(json.dumps(value, indent=2), flush=True)  # here, where it can fail
 
 
 def _warn(line: str) -> None:
@@ -388,7 +391,10 @@ def _fail(message: str, hint: str | None, as_json: bool, code: int) -> int:
     if hint:
         print(f"hint: {printable(hint)}", file=sys.stderr)
     if as_json:
-        _print_json({"error": line, "hint": hint, "exit_code": code})
+        try:
+            _print_json({"error": line, "hint": hint, "exit_code": code})
+        except OSError:  # stderr has it; Python would complain again at exit
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return code
 
 

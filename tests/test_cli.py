@@ -768,6 +768,25 @@ def test_a_reader_that_has_seen_enough(source: Path) -> None:
     assert done.stderr == ""
 
 
+@pytest.mark.parametrize("option", [(), ("--json",)])
+@pytest.mark.parametrize("exists", [True, False])
+def test_a_full_disk_under_the_output(option: tuple[str, ...], exists: bool, source: Path) -> None:
+    path = source if exists else source / "nowhere"
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "streammerge", "inspect", str(path), *option],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment(),
+            timeout=TIMEOUT_SECONDS,
+            check=False,
+        )
+    what = "standard output: No space left on device" if exists else f"{path}: no such directory"
+    assert done.stderr == f"streammerge: error: {what}\n"
+    assert done.returncode == 1
+
+
 def test_names_that_the_terminal_cannot_show(tmp_path: Path) -> None:
     checkpoints.save_plain(tmp_path / "source", [{"größe": torch.ones(2)}])
     ascii_only = environment(PYTHONIOENCODING="ascii")
