@@ -104,6 +104,7 @@ def test_the_model_is_found(case: str) -> None:
         ([f"model.{name}" for name in GEMMA], GEMMA),
         (OLMO, OLMO),
         (["model.language_model.lm_head.weight"], ["language_model.lm_head.weight"]),
+        ([*HF, "model.scheduler.weight"], [*HF, "model.scheduler.weight"]),
     ],
 )
 def test_without_paths_names_are_judged(names: Sequence[str], expected: Sequence[str]) -> None:

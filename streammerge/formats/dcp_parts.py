@@ -139,7 +139,8 @@ def _guess_paths(names: Sequence[str], *, whole: bool = False) -> dict[str, KeyP
     others: dict[str, KeyPath] = {}
     for name in names:
         keys = name.split(".")
-        depth = next((d for d, key in enumerate(keys[:2]) if _OTHERS.fullmatch(key)), None)
+        above = keys[: 2 if keys[0] in _WRAPPERS else 1]  # `model.scheduler` is of the model
+        depth = next((d for d, key in enumerate(above) if _OTHERS.fullmatch(key)), None)
         if depth is not None:
             inner = [".".join(keys[depth + 1 :])] if keys[depth + 1 :] else []
             others[name] = (*keys[: depth + 1], *inner)
