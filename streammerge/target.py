@@ -18,6 +18,7 @@ JOURNAL = "journal"
 _STAGING = ".{}.streammerge"
 _STAGING_INSIDE = ".streammerge"
 _LOST_AND_FOUND = "lost+found"  # in new file systems
+_REPOSITORY = ".git"
 
 
 def resolve_target(path: str) -> str:
@@ -119,6 +120,11 @@ def _check_contents(target: str, overwrite: bool, names: Sequence[str]) -> None:
         raise TargetPathError(
             f"{target}: holds no *.safetensors, so it is not an earlier result and is not replaced",
             hint="give a new directory, or remove this one yourself",
+        )
+    if _REPOSITORY in found:
+        raise TargetPathError(
+            f"{target}: is a Git repository, whose history would be lost with it",
+            hint="give a new directory, and move the files from there",
         )
     for name in names:
         path = os.path.join(target, name)

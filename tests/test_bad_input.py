@@ -898,6 +898,19 @@ def test_the_target_is_no_earlier_result(
     assert "not an earlier result" in refusal.error
 
 
+def test_the_target_is_a_repository(
+    tmp_path: Path, source: Path, refuse: Callable[..., Refusal]
+) -> None:
+    """Such as a clone from the Hub, with weights in it."""
+    (tmp_path / "merged" / ".git").mkdir(parents=True)
+    (tmp_path / "merged" / ".git" / "HEAD").write_text("ref: refs/heads/main")
+    (tmp_path / "merged" / "model.safetensors").write_text("of a revision before")
+    refusal = refused_target(refuse, source, tmp_path / "merged", "--overwrite")
+    assert refusal.error == (
+        f"{tmp_path}/merged: is a Git repository, whose history would be lost with it"
+    )
+
+
 @pytest.mark.parametrize("below", ["", "checkpoint-5"])
 def test_the_target_holds_another_checkpoint(
     below: str, tmp_path: Path, source: Path, refuse: Callable[..., Refusal]
