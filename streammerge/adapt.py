@@ -271,16 +271,20 @@ def adapt(
         untie: whether head and embedding become two weights although the config ties them.
         dtype: one of `DTYPES`: what floating-point tensors become; ``auto`` is what they had in
             the module that was trained, where master copies are stored, else what the config says.
-        keep_dtype: patterns of names that keep their dtype, as for a shell.
+        keep_dtype: patterns of names that keep their dtype, as for a shell, or one.
         compat: the major version of transformers that must be able to read the config too.
 
     Raises:
-        UsageError: an unknown dtype.
+        UsageError: an unknown dtype or version.
         UnsupportedError: ties that contradict the config, casts of quantized weights.
         CorruptFileError: a side file that is no JSON object.
     """
     if dtype not in DTYPES:
         raise UsageError(f"unknown dtype {dtype!r}, expected one of {', '.join(DTYPES)}")
+    if compat is not None and compat not in COMPATS:
+        raise UsageError(f"compat {compat!r}: expected {', '.join(map(str, COMPATS))}")
+    if isinstance(keep_dtype, str):  # a sequence too, of letters, one of which may be a star
+        keep_dtype = [keep_dtype]
     config = side.parsed(CONFIG)
     # Among PEFT's names, those of an output head and an input embedding may not be found.
     known = None if drafted.keeps_adapter else config

@@ -47,6 +47,9 @@ from transformers import (
     Qwen3VLMoeConfig,
 )
 
+import streammerge
+from streammerge.errors import UsageError
+
 INDEX = "model.safetensors.index.json"
 FAILED, USAGE, DIFFERENT = 1, 2, 3
 
@@ -312,6 +315,22 @@ def test_keep_dtype_by_patterns(tmp_path: Path, target: Path, run: Run) -> None:
     # Loaders make it one dtype: that which the most bytes have.
     assert len([line for line in done.warnings if "several dtypes" in line]) == 1
     assert read_json(target / "config.json")["dtype"] == "bfloat16"
+
+
+def test_a_single_pattern_need_not_be_in_a_list(tmp_path: Path, target: Path) -> None:
+    source = save(tmp_path / "source", random_state(), CONFIG)
+    streammerge.merge(source, target, dtype="bfloat16", keep_dtype="*norm*")
+    dtypes = {name: tensor.dtype for name, tensor in load_directory(target).items()}
+    assert dtypes == {
+        name: torch.float32 if "norm" in name else torch.bfloat16 for name in random_state()
+    }
+
+
+def test_a_version_to_be_compatible_with_must_be_known(source: Path, target: Path) -> None:
+    for version in (5, "4"):
+        with pytest.raises(UsageError, match=f"^compat {version!r}: expected 4$"):
+            streammerge.merge(source, target, compat=version)  # type: ignore[arg-type]
+    assert not target.exists()
 
 
 def test_majority_decides_what_the_config_says(tmp_path: Path, target: Path, run: Run) -> None:
