@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatch
 
 from streammerge.config import JsonObject, parse_json
-from streammerge.errors import CheckpointNotFoundError, CorruptFileError, SourceError
+from streammerge.errors import CheckpointNotFoundError, CorruptFileError, SourceError, about
 from streammerge.header import MAX_HEADER_BYTES
+from streammerge.lfs import MAX_POINTER_BYTES, refuse_pointer
 
 CONFIG = "config.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -206,7 +207,8 @@ def find_side_files(
 
     Raises:
         SourceError: a file or folder that cannot be read.
-        CorruptFileError: the settings of an adapter are no JSON object.
+        CorruptFileError: the settings of an adapter are no JSON object; a pointer of Git LFS in
+            place of a file that loaders ask for.
     """
     folders = [*roots, *([] if directory is None else [directory])]
     meta = _first_json(os.path.join(folder, _LORA_META) for folder in folders)
@@ -220,6 +222,10 @@ def find_side_files(
         if os.path.exists(path) and not os.path.isfile(path):
             raise CorruptFileError(f"{path}: is not a file")
     assets, names = find_assets(directory, mixed=mixed)
+    for asset in assets:  # others, like pictures, may be pointers: no loader asks for them
+        if asset.size <= MAX_POINTER_BYTES and _is_any(asset.name, BESIDE_A_MODEL):
+            with about(asset.path):
+                refuse_pointer(_read(asset.path))
     unread = [name for name in names if os.path.join(directory, name) not in weights]
     replaced = _INDEXES if len(unread) < len(names) else ()
     left_out = tuple(name for name in unread if not _is_any(name, replaced))

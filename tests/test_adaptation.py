@@ -735,6 +735,24 @@ def test_broken_config(source: Path, target: Path, run: Run, name: str, kind: st
     assert refuse(run, target, source, "--dry-run") == said
 
 
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "weights"])
+def test_a_pointer_of_git_lfs(source: Path, target: Path, run: Run, name: str) -> None:
+    path = source / "huggingface" / name
+    if name == "weights":
+        (path,) = source.glob("model_world_size_*_rank_0.pt")
+    path.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n")
+    said = refuse(run, target, source)
+    assert f"error: {path}: a pointer of Git LFS, not the file itself\n" in said
+    assert "git lfs pull" in said
+
+
+def test_pictures_may_be_pointers_of_git_lfs(source: Path, target: Path, run: Run) -> None:
+    pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
+    (source / "huggingface" / "figure.png").write_bytes(pointer)
+    run("merge", source, target)
+    assert (target / "figure.png").read_bytes() == pointer
+
+
 def test_missing_assets(tmp_path: Path, source: Path, target: Path, run: Run) -> None:
     assert "no such directory" in refuse(run, target, source, "--assets", tmp_path / "none")
     assert "no such directory" in refuse(

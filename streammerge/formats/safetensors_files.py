@@ -25,7 +25,6 @@ from streammerge.errors import (
     about,
 )
 from streammerge.formats.weight_map import (
-    START_BYTES,
     check_places,
     check_start,
     find_weights,
@@ -43,6 +42,7 @@ from streammerge.header import (
     SINGLE_FILE,
     tensor_nbytes,
 )
+from streammerge.lfs import START_BYTES
 from streammerge.torchfile import opened
 from streammerge.unpickler import brief
 

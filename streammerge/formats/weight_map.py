@@ -21,12 +21,10 @@ from streammerge.errors import (
     about,
 )
 from streammerge.header import MAX_HEADER_BYTES
+from streammerge.lfs import refuse_pointer
 from streammerge.unpickler import brief
 
-_LFS_POINTER = b"version https://git-lfs"
 _MAX_NAMED = 5
-
-START_BYTES = len(_LFS_POINTER)
 
 
 def has_weights(directory: str, single: str, index: str) -> bool:
@@ -169,10 +167,7 @@ def check_start(start: bytes) -> None:
     """Refuse a file by its first `START_BYTES`: an empty one, or a pointer in place of the file."""
     if not start:
         raise CorruptFileError("the file is empty (0 bytes)")
-    if start.startswith(_LFS_POINTER):
-        raise CorruptFileError(
-            "a pointer of Git LFS, not the file itself", hint="fetch the files: git lfs pull"
-        )
+    refuse_pointer(start)
 
 
 def parse_object(text: bytes, parse_int: Callable[[str], int]) -> dict[str, object]:
