@@ -224,8 +224,9 @@ def find_side_files(
     assets, names = find_assets(directory, mixed=mixed)
     for asset in assets:  # others, like pictures, may be pointers: no loader asks for them
         if asset.size <= MAX_POINTER_BYTES and _is_any(asset.name, BESIDE_A_MODEL):
+            data = _read(asset.path)
             with about(asset.path):
-                refuse_pointer(_read(asset.path))
+                refuse_pointer(data)
     unread = [name for name in names if os.path.join(directory, name) not in weights]
     replaced = _INDEXES if len(unread) < len(names) else ()
     left_out = tuple(name for name in unread if not _is_any(name, replaced))
