@@ -293,11 +293,12 @@ def findings_json(directory: str, findings: Sequence[Finding]) -> Json:
 def findings_text(directory: str, findings: Sequence[Finding]) -> str:
     """``check``."""
     if not findings:
-        return f"{directory}: nothing found"
-    return _text(f"{finding.severity}: {finding.message}" for finding in findings)
+        return _text([f"{directory}: nothing found"])
+    return _text([f"{finding.severity}: {finding.message}" for finding in findings])
 
 
-def _text(lines: Iterable[str]) -> str:
+def _text(lines: Sequence[str]) -> str:
+    """Lines below each other; what they name has no line breaks, and does not steer a terminal."""
     return "\n".join(map(printable, lines))
 
 

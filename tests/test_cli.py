@@ -798,6 +798,25 @@ def test_names_that_the_terminal_cannot_show(tmp_path: Path) -> None:
     assert os.path.isfile(target + b"/model.safetensors")
 
 
+def test_names_steer_no_terminal(tmp_path: Path, run: Run) -> None:
+    """Nor do they look like lines of ours."""
+    state = {"_orig_mod.a\x1b[2Jb": torch.ones(2), "c\nwarning: d": torch.ones(2)}
+    checkpoints.save_plain(tmp_path / "source", [{"model": state, "e\x9bf": 3}])
+    results = [tmp_path / "merged\n", tmp_path / "dry"]
+    for command in (
+        ["inspect", tmp_path / "source"],
+        ["merge", tmp_path / "source", results[0], "--dtype", "float16", "--verbose"],
+        ["merge", tmp_path / "source", results[1], "--dry-run", "--verbose", "--untie"],
+        ["verify", tmp_path / "source", results[0], "--raw"],
+        ["check", results[0], "--no-model"],
+    ):
+        done = run(*command)
+        assert done.code in (0, 3), done.err
+        lines = [*done.out.split("\n"), *done.err.split("\n")]
+        assert all(map(str.isprintable, lines))
+        assert not [line for line in lines if line.startswith("warning: d")]
+
+
 @pytest.mark.parametrize("closed", ["1", "2"])
 def test_a_closed_stream(closed: str, source: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "streammerge", "merge", str(source), str(tmp_path / "merged")]
