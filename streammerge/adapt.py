@@ -243,8 +243,18 @@ def draft(
             *clean.changes,
             *(replace(change, name=stored_names.get(change.name, change.name)) for change in later),
         ),
-        warnings=(*settled.warnings, *named.warnings),
+        warnings=(*settled.warnings, *named.warnings, *_left_behind(side, adapted, bool(heads))),
     )
+
+
+def _left_behind(side: SideFiles, adapted: bool, has_heads: bool) -> list[str]:
+    """Trained weights in files beside a finished model, where an earlier merge put them apart."""
+    beside = {f"{ADAPTER_DIRECTORY}/": adapted, VALUE_HEAD_FILE: has_heads}
+    return [
+        f"{side.directory}/{name}: holds trained weights, which are not in the result"
+        for name, held in beside.items()
+        if not held and name in side.left_out
+    ]
 
 
 def question(drafted: Draft, side: SideFiles) -> tuple[Value, Value] | None:

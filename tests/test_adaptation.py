@@ -174,6 +174,26 @@ def test_value_head_goes_to_a_file_of_its_own(
     assert run("check", target).err == ""
 
 
+def test_a_value_head_that_was_put_apart_is_not_lost_silently(
+    tmp_path: Path, target: Path, run: Run
+) -> None:
+    state, head = value_head_state()
+    first = run("merge", save(tmp_path / "source", state | head, CONFIG), tmp_path / "apart")
+    assert not [line for line in first.warnings if "trained weights" in line]
+    again = run("merge", tmp_path / "apart", target)
+    where = tmp_path / "apart" / "value_head.safetensors"
+    assert f"{where}: holds trained weights, which are not in the result" in again.warnings
+
+
+def test_an_adapter_that_was_split_off_is_not_lost_silently(
+    tmp_path: Path, target: Path, run: Run
+) -> None:
+    run("merge", DATA / "fsdp2_lora__t213", tmp_path / "split", "--lora", "split")
+    done = run("merge", tmp_path / "split", target)
+    where = tmp_path / "split" / "lora_adapter/"
+    assert f"{where}/: holds trained weights, which are not in the result" in done.warnings
+
+
 def test_value_head_beside_several_files(tmp_path: Path, target: Path, run: Run) -> None:
     state, head = value_head_state()
     source = save(tmp_path / "source", state | head, CONFIG)
