@@ -223,7 +223,7 @@ def find_side_files(
             raise CorruptFileError(f"{path}: is not a file")
     assets, names = find_assets(directory, mixed=mixed)
     for asset in assets:  # others, like pictures, may be pointers: no loader asks for them
-        if asset.size <= MAX_POINTER_BYTES and _is_any(asset.name, BESIDE_A_MODEL):
+        if asset.size <= MAX_POINTER_BYTES and is_beside_a_model(asset.name):
             data = _read(asset.path)
             with about(asset.path):
                 refuse_pointer(data)
@@ -277,6 +277,11 @@ def find_assets(
                 continue
             assets.append(Asset(path, relative.replace(os.sep, "/"), status.st_size))
     return tuple(assets), tuple(left_out)
+
+
+def is_beside_a_model(name: str) -> bool:
+    """Whether a file is one that loaders ask for, or else belongs to a model."""
+    return _is_any(name, BESIDE_A_MODEL)
 
 
 def _is_any(name: str, patterns: Sequence[str]) -> bool:

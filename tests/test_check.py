@@ -288,6 +288,12 @@ def test_no_directory(tmp_path: Path) -> None:
     found(tmp_path / "none", f"error {tmp_path}/none: No such file or directory")
 
 
+def test_a_pointer_of_git_lfs(model: Path) -> None:
+    pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
+    (model / "tokenizer.json").write_bytes(pointer)
+    found(model, "error tokenizer.json: a pointer of Git LFS, not the file itself")
+
+
 def test_no_weights(model: Path) -> None:
     (model / "model.safetensors").unlink()
     found(model, "error no model.safetensors and no model.safetensors.index.json")

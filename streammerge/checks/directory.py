@@ -18,14 +18,16 @@ from streammerge.assets import (
     ADAPTER_FILE,
     CONFIG,
     VALUE_HEAD_FILE,
+    is_beside_a_model,
     read_json,
 )
 from streammerge.checks.consistency import Weight, Weights, check_consistency, remote_modules
 from streammerge.checks.findings import Finding, error, listed, warning
 from streammerge.config import JsonObject
-from streammerge.errors import SourceError
+from streammerge.errors import CorruptFileError, SourceError
 from streammerge.formats.safetensors_files import read_file_with_metadata
 from streammerge.header import INDEX_FILE, METADATA_KEY, SINGLE_FILE
+from streammerge.lfs import START_BYTES, refuse_pointer
 from streammerge.lora.names import FILE_PREFIX, PeftName, parse_name
 from streammerge.lora.settings import Settings, read_settings, regex_fault
 
@@ -84,6 +86,7 @@ def _check_model(directory: str, files: Sequence[str], raw: bool) -> Iterator[Fi
         config, findings = _read_config(directory, files)
         yield from findings
         yield from _check_remote_code(directory, files)
+        yield from _check_pointers(directory, files)
     index, findings = _read_index(directory, files)
     yield from findings
     expected = _expected_files(files, index)
@@ -118,6 +121,21 @@ def _check_remote_code(directory: str, files: Sequence[str]) -> Iterator[Finding
         for module in remote_modules(config or {}):
             if not os.path.isfile(os.path.join(directory, module)):
                 yield error(f"{name}: auto_map needs {module}, which is not there")
+
+
+def _check_pointers(directory: str, files: Sequence[str]) -> Iterator[Finding]:
+    """Whether tokenizer files are there, or pointers of Git LFS in their place."""
+    for name in files:
+        path = os.path.join(directory, name)
+        if name == CONFIG or not os.path.isfile(path) or not is_beside_a_model(name):
+            continue
+        try:
+            with open(path, "rb") as stream:
+                refuse_pointer(stream.read(START_BYTES))
+        except CorruptFileError as problem:
+            yield error(f"{name}: {problem}")
+        except OSError as problem:
+            yield error(f"{name}: {problem.strerror}")
 
 
 # --- files of weights -----------------------------------------------------------------------------
