@@ -486,7 +486,7 @@ def _read_legacy(
 ) -> tuple[object, dict[str, int], int]:
     """Four pickles (magic, protocol, system, object), the keys, then per key a count and bytes."""
     start = _read_range(fd, 0, 64)
-    refuse_pointer(start)
+    refuse_pointer(start, "a torch.save file")
     try:
         magic = unpickle(start).value
     except SourceError:
