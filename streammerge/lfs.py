@@ -14,17 +14,13 @@ START_BYTES = len(_START)
 MAX_POINTER_BYTES = 1024  # by its specification
 
 
-def refuse_pointer(start: bytes, expected: str = "the file itself") -> None:
+def refuse_pointer(start: bytes) -> None:
     """Refuse a file by its first `START_BYTES` if it is a pointer.
-
-    Args:
-        start: those, or more.
-        expected: what it should be, for people.
 
     Raises:
         CorruptFileError: it is one.
     """
     if start.startswith(_START):
         raise CorruptFileError(
-            f"a pointer of Git LFS, not {expected}", hint="fetch the files: git lfs pull"
+            "a pointer of Git LFS, not the file itself", hint="fetch the files: git lfs pull"
         )

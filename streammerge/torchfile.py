@@ -20,7 +20,6 @@ from typing import NamedTuple
 from streammerge.checkpoint import File, Members
 from streammerge.dtypes import FROM_TORCH, ITEMSIZE
 from streammerge.errors import CorruptFileError, SourceError, UnsupportedError, about
-from streammerge.lfs import refuse_pointer
 from streammerge.pickle_machine import MAX_BYTES, EndOfPickleError
 from streammerge.unpickler import Storage, Unpickled, brief, unpickle
 
@@ -485,10 +484,8 @@ def _read_legacy(
     fd: int, size: int, members: Members, foreign: bool
 ) -> tuple[object, dict[str, int], int]:
     """Four pickles (magic, protocol, system, object), the keys, then per key a count and bytes."""
-    start = _read_range(fd, 0, 64)
-    refuse_pointer(start, "a torch.save file")
     try:
-        magic = unpickle(start).value
+        magic = unpickle(_read_range(fd, 0, 64)).value
     except SourceError:
         magic = None
     if magic != _LEGACY_MAGIC:
