@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from streammerge.assets import ADAPTER_FILE
 from streammerge.changes import Change
