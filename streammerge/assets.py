@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 
@@ -222,17 +222,22 @@ def find_side_files(
         if os.path.exists(path) and not os.path.isfile(path):
             raise CorruptFileError(f"{path}: is not a file")
     assets, names = find_assets(directory, mixed=mixed)
-    for asset in assets:  # others, like pictures, may be pointers: no loader asks for them
-        if asset.size <= MAX_POINTER_BYTES and is_beside_a_model(asset.name):
-            data = _read(asset.path)
-            with about(asset.path):
-                refuse_pointer(data)
+    _refuse_pointers(assets)
     unread = [name for name in names if os.path.join(directory, name) not in weights]
     replaced = _INDEXES if len(unread) < len(names) else ()
     left_out = tuple(name for name in unread if not _is_any(name, replaced))
     texts = {a.name: _read(a.path) for a in assets if a.name in (CONFIG, TOKENIZER_CONFIG)}
     template = next((_read_text(a.path) for a in assets if a.name == _CHAT_TEMPLATE), None)
     return SideFiles(directory, assets, left_out, texts, template, meta, adapter)
+
+
+def _refuse_pointers(assets: Iterable[Asset]) -> None:
+    """Refuse pointers among what loaders ask for. Others, like pictures, may be pointers."""
+    for asset in assets:
+        if asset.size <= MAX_POINTER_BYTES and is_beside_a_model(asset.name):
+            start = _read(asset.path)
+            with about(asset.path):
+                refuse_pointer(start)
 
 
 def find_assets(
