@@ -16,6 +16,7 @@ from streammerge.adapt import Model, Output, Text
 from streammerge.assets import Asset
 from streammerge.changes import Change
 from streammerge.checkpoint import Checkpoint, File, Skipped, Tensor
+from streammerge.cores import count_cores
 from streammerge.dtypes import ITEMSIZE
 from streammerge.errors import UsageError
 from streammerge.evaluate import least_buffer
@@ -170,7 +171,7 @@ def make_plan(
     """
     check_limits(max_shard_size=max_shard_size, memory=memory, workers=workers)
     limit = parse_size(max_shard_size, "max shard size")
-    threads = workers or min(4, os.cpu_count() or 1)
+    threads = workers or min(4, count_cores())
     budget, least = _budget(model, memory, threads)
     threads = max(1, min(threads, budget // least))
 

@@ -25,6 +25,7 @@ from types import TracebackType
 from typing import Any, NoReturn, Protocol
 
 from streammerge import errors
+from streammerge.cores import count_cores
 from streammerge.errors import ProcessesError, StreamMergeError, UnsupportedError, UsageError
 
 _JOIN_SECONDS = 60.0  # until all have started
@@ -115,7 +116,7 @@ class Processes:
         """How many threads a process should have that shares its machine; None if it does not."""
         if self.local_size == 1:
             return None
-        return max(1, min(4, (os.cpu_count() or 1) // self.local_size))
+        return max(1, min(4, count_cores() // self.local_size))
 
     def __enter__(self) -> Processes:
         if self._link is not None:

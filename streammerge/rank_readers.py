@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from streammerge import errors
 from streammerge.checkpoint import File, Members
+from streammerge.cores import count_cores
 from streammerge.entries import (
     BoxForm,
     Form,
@@ -96,7 +97,7 @@ def read_rank_files(paths: Sequence[str], *, named: bool = True) -> Iterator[Ran
 
 def _count_processes(nbytes: int) -> int:
     """How many processes help to read so many bytes of pickles."""
-    return min(nbytes // BYTES_PER_PROCESS, min(_count_cores(), MAX_READERS) - 1)
+    return min(nbytes // BYTES_PER_PROCESS, min(count_cores(), MAX_READERS) - 1)
 
 
 def _share_columns(found: RankFile, before: RankFile) -> RankFile:
@@ -124,10 +125,6 @@ def share_members(file: File, before: File) -> File:
 def share(column: _T, other: _T) -> _T:
     """The other one, if both are equal."""
     return other if column == other else column
-
-
-def _count_cores() -> int:
-    return len(os.sched_getaffinity(0))
 
 
 # --- in this process ---

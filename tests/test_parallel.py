@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import faulthandler
 import itertools
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -424,3 +426,14 @@ def test_the_stack_takes_a_usual_call_depth(size: int) -> None:
     (thread,) = start_threads([lambda: depths.append(descend(0))], size)
     thread.join()
     assert depths == [100]
+
+
+def test_cores_are_those_that_this_process_may_use() -> None:
+    program = (
+        "import os; from streammerge.cores import count_cores;"
+        "os.sched_setaffinity(0, [min(os.sched_getaffinity(0))]); print(count_cores())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "1\n"

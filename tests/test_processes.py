@@ -189,7 +189,7 @@ def test_the_first_process_hears_what_others_tell() -> None:
 
 
 def test_threads_of_a_machine_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.cpu_count", lambda: 12)
+    monkeypatch.setattr("streammerge.processes.count_cores", lambda: 12)
     workers = [Processes(0, 8, local_size=n).default_workers for n in (1, 2, 4, 8, 64)]
     assert workers == [None, 4, 3, 1, 1]
 

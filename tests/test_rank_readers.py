@@ -35,7 +35,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[subprocess.Popen[b
         return processes[-1]
 
     monkeypatch.setattr(rank_readers, "BYTES_PER_PROCESS", 1)
-    monkeypatch.setattr(rank_readers, "_count_cores", lambda: 3)
+    monkeypatch.setattr(rank_readers, "count_cores", lambda: 3)
     monkeypatch.setattr(subprocess, "Popen", start)
     yield processes
     assert [process.pid for process in processes if process.returncode is None] == []
@@ -256,6 +256,7 @@ def test_what_a_process_imports() -> None:
     assert ours == {
         "changes",
         "checkpoint",
+        "cores",
         "dtypes",
         "entries",
         "errors",
@@ -274,7 +275,7 @@ import sys, time
 from streammerge import rank_readers
 from streammerge.cli import main
 rank_readers.BYTES_PER_PROCESS = 1
-rank_readers._count_cores = lambda: 3
+rank_readers.count_cores = lambda: 3
 rank_readers._PROGRAM = rank_readers._PROGRAM.replace("serve()", '''
 import os, time
 sys.stdout.buffer.write(b"\\\\n")
