@@ -95,10 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="backslashreplace")  # names that the terminal cannot show
     try:
         with _SigtermAsException():
-            code = _dispatch(arguments)
-            if sys.stdout is not None:
-                sys.stdout.flush()  # here, where a closed pipe can be handled
-            return code
+            return _dispatch(arguments)
     except SystemExit as error:  # argparse, after --help
         return int(error.code or 0)
     except SaidElsewhere as elsewhere:
@@ -125,9 +122,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if debug:
             traceback.print_exc()
-        if isinstance(error, OSError) and error.filename is None:
-            # Errors of files are ours by now, so it is what we print: a full disk, perhaps.
-            return _fail(f"standard output: {error.strerror}", None, as_json, EXIT_FAILED)
         return _fail(
             f"unexpected {type(error).__name__}: {error}",
             "run it again with --debug and report what it shows",
@@ -184,12 +178,12 @@ def _merge(args: argparse.Namespace, processes: Processes) -> int:
             _warn(line)
     shown = not args.quiet and not args.json
     if shown:
-        print(report_text(report, verbose=args.verbose), flush=True)  # should the upload fail
+        _show(report_text(report, verbose=args.verbose))  # before the upload, which may fail
     uploaded = _push(args, report.target, args.push_to_hub) if args.push_to_hub else None
     if args.json:
-        _print_json(report_json(report) | {"upload": uploaded and upload_json(uploaded)})
+        _show_json(report_json(report) | {"upload": uploaded and upload_json(uploaded)})
     elif shown and uploaded:
-        print(upload_text(uploaded))
+        _show(upload_text(uploaded))
     return EXIT_DONE
 
 
@@ -258,18 +252,18 @@ def _dry_run(args: argparse.Namespace, sources: list[str], target: str) -> int:
         refusal = str(error)
     lacking = missing_space(path, decided.disk_nbytes)
     if args.json:
-        _print_json(plan_json(decided, path, lacking, refusal))
+        _show_json(plan_json(decided, path, lacking, refusal))
     elif not args.quiet:
-        print(plan_text(decided, path, lacking, refusal, verbose=args.verbose))
+        _show(plan_text(decided, path, lacking, refusal, verbose=args.verbose))
     return EXIT_DONE
 
 
 def _inspect(args: argparse.Namespace) -> int:
     checkpoint = _describe(args, args.paths)
     if args.json:
-        _print_json(checkpoint_json(checkpoint))
+        _show_json(checkpoint_json(checkpoint))
     elif not args.quiet:
-        print(checkpoint_text(checkpoint))
+        _show(checkpoint_text(checkpoint))
     return EXIT_DONE
 
 
@@ -297,9 +291,9 @@ def _verify(args: argparse.Namespace) -> int:
             **adaptation,
         )
     if args.json:
-        _print_json(verification_json(found))
+        _show_json(verification_json(found))
     elif not args.quiet:
-        print(verification_text(found, verbose=args.verbose))
+        _show(verification_text(found, verbose=args.verbose))
     return EXIT_DONE if found.equal else EXIT_DIFFERENT
 
 
@@ -311,9 +305,9 @@ def _check(args: argparse.Namespace) -> int:
     if not args.no_model and first_error(findings) is None:
         findings += check_model(directory)
     if args.json:
-        _print_json(findings_json(directory, findings))
+        _show_json(findings_json(directory, findings))
     elif not args.quiet:
-        print(findings_text(directory, findings))
+        _show(findings_text(directory, findings))
     return EXIT_DONE if first_error(findings) is None else EXIT_DIFFERENT
 
 
@@ -328,9 +322,9 @@ def _upload(args: argparse.Namespace) -> int:
     check_upload(repo, private=args.private)
     uploaded = _push(args, directory, repo)
     if args.json:
-        _print_json({"directory": directory} | upload_json(uploaded))
+        _show_json({"directory": directory} | upload_json(uploaded))
     elif not args.quiet:
-        print(upload_text(uploaded))
+        _show(upload_text(uploaded))
     return EXIT_DONE
 
 
@@ -352,13 +346,13 @@ _COMMANDS = {
 
 def _dispatch(arguments: list[str]) -> int:
     if "--version" in arguments:
-        print(f"streammerge {streammerge.__version__}")
+        _show(f"streammerge {streammerge.__version__}")
         return EXIT_DONE
     # Options may stand anywhere, so also before the command.
     at = next((i for i, argument in enumerate(arguments) if argument in _COMMANDS), None)
     if at is None:
         if not arguments or {"-h", "--help"} & set(arguments):
-            print(_OVERVIEW, end="")
+            _show(_OVERVIEW.rstrip())
             return EXIT_DONE if arguments else EXIT_USAGE
         word = next((a for a in arguments if not a.startswith("-")), arguments[0])
         raise UsageError(f"unknown command {word!r}", hint="streammerge --help")
@@ -377,8 +371,23 @@ def _dispatch(arguments: list[str]) -> int:
         return command(args, processes)
 
 
-def _print_json(value: object) -> None:
-    print(json.dumps(value, indent=2), flush=True)  # here, where it can fail
+def _show(text: str) -> None:
+    """Print to standard output, all of it: at exit, Python would report a failure in its own way.
+
+    Raises:
+        StreamMergeError: it cannot be written; its disk may be full.
+        BrokenPipeError: whoever read it has seen enough.
+    """
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise StreamMergeError(f"standard output: {error.strerror}") from error
+
+
+def _show_json(value: object) -> None:
+    _show(json.dumps(value, indent=2))
 
 
 def _warn(line: str) -> None:
@@ -392,8 +401,8 @@ def _fail(message: str, hint: str | None, as_json: bool, code: int) -> int:
         print(f"hint: {printable(hint)}", file=sys.stderr)
     if as_json:
         try:
-            _print_json({"error": line, "hint": hint, "exit_code": code})
-        except OSError:  # stderr has it; Python would complain again at exit
+            _show_json({"error": line, "hint": hint, "exit_code": code})
+        except (OSError, StreamMergeError):  # stderr has it; Python would complain again at exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return code
 

@@ -21,7 +21,7 @@ import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import checkpoints
 import pytest
@@ -785,6 +785,20 @@ def test_a_full_disk_under_the_output(option: tuple[str, ...], exists: bool, sou
     what = "standard output: No space left on device" if exists else f"{path}: no such directory"
     assert done.stderr == f"streammerge: error: {what}\n"
     assert done.returncode == 1
+
+
+def test_an_error_without_a_file_is_not_one_of_the_output(
+    source: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of a network have no file either."""
+
+    def fail(*_: object) -> NoReturn:
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr("streammerge.cli.check_directory", fail)
+    done = run("check", source)
+    assert done.code == 1
+    assert done.err.startswith("streammerge: error: unexpected ConnectionError: no route\n")
 
 
 def test_names_that_the_terminal_cannot_show(tmp_path: Path) -> None:
