@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from streammerge.assets import ADAPTER_FILE
 from streammerge.changes import Change
@@ -293,11 +293,11 @@ def findings_json(directory: str, findings: Sequence[Finding]) -> Json:
 def findings_text(directory: str, findings: Sequence[Finding]) -> str:
     """``check``."""
     if not findings:
-        return _text([f"{directory}: nothing found"])
-    return _text([f"{finding.severity}: {finding.message}" for finding in findings])
+        return printable(f"{directory}: nothing found")
+    return _text(f"{finding.severity}: {finding.message}" for finding in findings)
 
 
-def _text(lines: Sequence[str]) -> str:
+def _text(lines: Iterable[str]) -> str:
     """Lines below each other; what they name has no line breaks, and does not steer a terminal."""
     return "\n".join(map(printable, lines))
 
